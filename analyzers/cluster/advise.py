@@ -91,19 +91,24 @@ def _lognormal_quantiles(median: float, spread_factor: float, count: int) -> Flo
 def saved_seconds(remaining: Floats, gain: Floats, delay: Floats, hold_s: float | None = None) -> Floats:
     """Return the seconds that a resize saves: ``T (1 - 1/r) - d``, or less if the job goes back after ``hold_s`` seconds.
 
-    ``remaining`` T and ``delay`` d are seconds, ``gain`` r is a ratio of goodputs; arrays broadcast. After ``hold_s`` = h
-    seconds the job has done work that takes ``r max(h - d, 0)`` seconds on its present allocation, and going back costs d
-    again. With None, and if the job ends within h seconds, it does not go back.
+    ``remaining`` T (time left on the present allocation) and ``delay`` d (a restart) are seconds, ``gain`` r is a ratio of
+    goodputs; arrays broadcast. After ``hold_s`` = h seconds the job has done work that takes ``r max(h - d, 0)`` seconds on its
+    present allocation, and going back costs d again. With None, and if the job ends within h seconds, it does not go back.
     """
     saved_for_good: Floats = remaining - remaining / gain - delay
     if hold_s is None:
         return saved_for_good
-    brought = gain * np.maximum(hold_s - delay, 0.0) - hold_s - delay
-    return np.where(delay + remaining / gain <= hold_s, saved_for_good, brought)
+    saved_in_hold = gain * np.maximum(hold_s - delay, 0.0) - hold_s - delay
+    ends_in_hold = delay + remaining / gain <= hold_s
+    return np.where(ends_in_hold, saved_for_good, saved_in_hold)
 
 
 def _break_even(gain: float, delay: float, hold_s: float | None) -> float | None:
-    """Return the least remaining time T in seconds above which a resize always saves time; None if there is none."""
+    """Return the least remaining time T in seconds above which a resize always saves time; None if there is none.
+
+    ``gain``: ratio of goodputs; ``delay``: seconds of a restart; ``hold_s``: seconds after which the job goes back to its
+    present allocation, None: never.
+    """
     # With a hold, the saving of a long T is that within the hold, and does not depend on T.
     if gain <= 1 or (hold_s is not None and gain * max(hold_s - delay, 0.0) <= hold_s + delay):
         return None
@@ -156,7 +161,9 @@ def advise_job(path: Path) -> AdviceResult:
     rmsle = model.devices[state.device].rmsle if model.devices else model.rmsle
     gain_factor = min(math.exp(math.sqrt(2) * rmsle), 1000.0)
     allocations = _examined(state)
-    nodes, replicas = [_count_nodes(gpus) for gpus in allocations], [sum(gpus) for gpus in allocations]
+    nodes = [_count_nodes(gpus) for gpus in allocations]
+    replicas = [sum(gpus) for gpus in allocations]
+    # without any other allocation a single GPU is tuned, and left out below
     tuned = tune(params, nodes or [1], replicas or [1], limits, noise_scale=state.noise_scale)
     options = []
     for row in np.flatnonzero(tuned.feasible[: len(allocations)]).tolist():

@@ -77,8 +77,11 @@ def assign(costs: Sequence[Sequence[Floats]], capacity: Sequence[int], *, exact:
     least_costs = np.minimum.reduceat(options.cost, options.first)
     # If every job's cheapest option (the first of equal ones) fits, these are optimal.
     cheapest = np.flatnonzero(options.cost <= least_costs[options.job])
-    chosen, bound = cheapest[np.unique(options.job[cheapest], return_index=True)[1]], float(least_costs.sum())
-    if np.any(np.bincount(options.kind[chosen], options.count[chosen], len(gpus_by_type)) > gpus_by_type):
+    _, first_of_job = np.unique(options.job[cheapest], return_index=True)
+    chosen = cheapest[first_of_job]
+    bound = float(least_costs.sum())
+    gpus_used = np.bincount(options.kind[chosen], options.count[chosen], len(gpus_by_type))
+    if np.any(gpus_used > gpus_by_type):
         chosen, bound = _solve(options, gpus_by_type, exact and len(options.job) <= _MOST_BINARIES)
     total = float(options.cost[chosen].sum())
     return TypeAssignment(
@@ -92,7 +95,7 @@ def assign(costs: Sequence[Sequence[Floats]], capacity: Sequence[int], *, exact:
 def _options(costs: Sequence[Sequence[Floats]], select_counts: Callable[[Floats], list[int]]) -> _Options:
     """Return each job's options: no GPUs first, then, for each type, the counts that ``select_counts`` returns.
 
-    ``costs`` as in :func:`assign`; ``select_counts``: costs (k,) of 0, 1, ... GPUs of one type -> counts.
+    ``costs[j][t][k]``: cost of job j on k GPUs of type t; ``select_counts``: costs (k,) of 0, 1, ... GPUs of a type -> counts.
     """
     rows: list[tuple[int, int, int, float]] = []
     first_options: list[int] = []
@@ -217,7 +220,8 @@ def job_speedups(job: SimulatedJob, cluster: ClusterSpec) -> JobSpeedups:
     held_type = cluster.type_of(job.allocation) if held else None
     widest = max(most_replicas, held, 1)
     single_gpu_goodput: float | None = None
-    speedups, held_row = [], min(len(job.allocation), 2) - 1
+    held_row = min(len(job.allocation), 2) - 1  # 0 on one node, 1 across nodes, -1 without GPUs
+    speedups: list[TypeSpeedup] = []
     for name in job.gpu_types:
         goodput = job.goodput_table(widest, name)
         if goodput is not None and single_gpu_goodput is None and goodput[0, 1] > 0:
@@ -239,11 +243,11 @@ def cost_tables(by_type: Mapping[str, JobCosts], names: Sequence[str]) -> list[F
 
     ``by_type``: GPU type -> the job's costs. A type that is not in it allows no GPUs.
     """
-    cost_tables_of_types = [cost_by_count(by_type[name]) if name in by_type else np.zeros(1) for name in names]
-    for table in cost_tables_of_types:
-        # the cost of no GPUs must be the same for all types
-        table[0] = next(iter(by_type.values())).within[0]
-    return cost_tables_of_types
+    cost_of_none = next(iter(by_type.values())).within[0]
+    tables = [cost_by_count(by_type[name]) if name in by_type else np.zeros(1) for name in names]
+    for table in tables:
+        table[0] = cost_of_none  # must be the same for all types
+    return tables
 
 
 def place_on_type(

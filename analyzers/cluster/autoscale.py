@@ -12,6 +12,7 @@ epochs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 
@@ -47,7 +48,7 @@ class NodeSpeeds:
         self.application = application
         self.most = min(most, application.max_replicas // gpus)
         self.batches = cache(lambda nodes: application.batches((gpus,) * nodes))
-        """Number of nodes -> [(total batch, seconds per optimizer step, passes)]."""
+        """Function: number of nodes -> [(total batch, seconds per optimizer step, passes)]."""
 
     def goodput(self, nodes: int, epoch: int) -> tuple[float, int, float]:
         """Return (progress per second, total batch, seconds per step) of most progress per second on ``nodes`` in ``epoch``.
@@ -73,19 +74,15 @@ def scale(speeds: NodeSpeeds, rule: str, *, restart_delay_s: float = 30.0) -> Sc
     goodput. The first start and every change of the number of nodes cost ``restart_delay_s`` seconds, for which the new nodes
     are paid.
     """
-    application, fixed = speeds.application, rule.startswith("fixed-")
+    application = speeds.application
+    is_fixed = rule.startswith("fixed-")
     rate = speeds.throughput if rule == "throughput" else speeds.goodput
-    nodes = min(int(rule.removeprefix("fixed-")), speeds.most) if fixed else 1
+    nodes = min(int(rule.removeprefix("fixed-")), speeds.most) if is_fixed else 1
     epochs: list[ScaledEpoch] = []
     now_s = node_seconds = processed_samples = useful_samples = 0.0
     for epoch in range(application.max_epochs):
-        one_node_rate = rate(1, epoch)[0]
-        # above U: take the most nodes that are still at L or above
-        if not fixed and rate(nodes, epoch)[0] / (nodes * one_node_rate) > UPPER:
-            candidates = range(nodes, speeds.most + 1)
-            nodes = max(
-                (count for count in candidates if rate(count, epoch)[0] >= LOWER * count * one_node_rate), default=nodes
-            )
+        if not is_fixed:
+            nodes = _scaled_nodes(nodes, speeds.most, rate, epoch)
         begin_s = now_s  # before the restart, which the nodes are paid for
         if not epochs or nodes != epochs[-1].nodes:
             now_s += restart_delay_s
@@ -110,6 +107,20 @@ def scale(speeds: NodeSpeeds, rule: str, *, restart_delay_s: float = 30.0) -> Sc
         last_nodes=epochs[-1].nodes,
         epochs=epochs,
     )
+
+
+def _scaled_nodes(nodes: int, most: int, rate: Callable[[int, int], tuple[float, int, float]], epoch: int) -> int:
+    """Return the number of nodes that a scaler takes for ``epoch``: ``nodes``, or more up to ``most``.
+
+    Where the share of perfect scaling on ``nodes`` is above U, it is the largest number at which the share is at least L.
+    ``rate``: :meth:`NodeSpeeds.goodput` or :meth:`NodeSpeeds.throughput`, whose first result is compared.
+    """
+    one_node_rate, _, _ = rate(1, epoch)
+    if rate(nodes, epoch)[0] / (nodes * one_node_rate) <= UPPER:
+        return nodes
+    candidates = range(nodes, most + 1)
+    efficient = [count for count in candidates if rate(count, epoch)[0] >= LOWER * count * one_node_rate]
+    return max(efficient, default=nodes)
 
 
 def autoscale(

@@ -149,10 +149,13 @@ def packed(cluster: ClusterSpec, replicas: int) -> tuple[int, ...]:
     >>> packed(ClusterSpec.homogeneous(4, 4), 6)
     (4, 2)
     """
-    node_sizes, gpus_by_node = sorted(cluster.gpus, reverse=True), list[int]()
+    node_sizes = sorted(cluster.gpus, reverse=True)
+    gpus_by_node: list[int] = []
     while replicas > 0:
-        gpus_by_node.append(min(node_sizes[min(len(gpus_by_node), len(node_sizes) - 1)], replicas))
-        replicas -= gpus_by_node[-1]
+        node = min(len(gpus_by_node), len(node_sizes) - 1)  # the last, smallest one again beyond the cluster's nodes
+        used = min(node_sizes[node], replicas)
+        gpus_by_node.append(used)
+        replicas -= used
     return tuple(gpus_by_node)
 
 
@@ -264,10 +267,13 @@ class NodeStates:
 
         Both are [] where a node came back, or where the event changes nothing because the node was down already.
         """
-        before, kind = self.down, self._advance()
+        before = self.down
+        kind = self._advance()
         lost = sorted(self.down - before)
-        self.failed += len(lost) * (kind == "fail")
-        return (lost, []) if kind == "fail" else ([], lost)
+        if kind == "fail":
+            self.failed += len(lost)
+            return lost, []
+        return [], lost
 
     def _life_s(self, node: int) -> float:
         """Return the seconds from a node's repair to its next failure, drawn from the node's own stream."""
@@ -277,7 +283,10 @@ class NodeStates:
         """Apply the next event, a given one before a drawn one of the same time, and return its kind."""
         if self._given_events and (not self._drawn_events or self._given_events[-1].time_s <= self._drawn_events[0][0]):
             event = self._given_events.pop()
-            (self.away.discard if event.kind == "join" else self.away.add)(event.node)
+            if event.kind == "join":
+                self.away.discard(event.node)
+            else:
+                self.away.add(event.node)
             return event.kind
         now_s, node = self._drawn_events[0]
         if node in self.down_until:  # its repair ends

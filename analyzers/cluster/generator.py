@@ -169,10 +169,11 @@ def _requests(
 
     Requests are the (GPUs, measured batch size) that reach 50 to 80 % of linear speed-up; where none does, one GPU.
     """
-    type_nodes, batch_sizes = cluster.of_type(gpu_type), application.batch_sizes.tolist()
+    type_nodes = cluster.of_type(gpu_type)
+    batch_sizes = application.batch_sizes.tolist()
 
     def best_training(count: int) -> tuple[float, int]:
-        """Return the least seconds of the whole training over the measured batch sizes, and that batch size."""
+        """Return the least seconds of the whole training on ``count`` GPUs, and the measured batch size that it takes."""
         candidates = application.batches(packed(type_nodes, count), gpu_type, batch_sizes)
         seconds, total = min(
             ((float(application.epoch_seconds(total, step_s).sum()), total) for total, step_s, _ in candidates),

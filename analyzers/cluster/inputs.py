@@ -254,9 +254,10 @@ def read_applications(folders: Sequence[Path], names: Sequence[str]) -> dict[str
             known_names = {path.name for folder in folders for path in folder.iterdir() if path.is_dir()}
             folder_names = ", ".join(map(str, folders))
             raise InputError(folder_names, f"holds no traces of application {name!r}", did_you_mean(name, known_names))
-        where, times = str(app_folders[0]), dict[str, MeasuredTimes]()
+        where = str(app_folders[0])
+        times: dict[str, MeasuredTimes] = {}
         for folder in app_folders:
-            times = {**_step_times(folder), **times}
+            times = {**_step_times(folder), **times}  # earlier folders take precedence
         validation = next((runs for runs in map(_validation, app_folders) if runs), [])
         if not times:
             raise InputError(where, "holds no placements.csv", "give placements.csv or placements-TYPE.csv")
@@ -464,7 +465,8 @@ def read_philly(document: Any, where: str) -> ClusterTrace:
     demand_distinct_jobs(jobs["jobid"], where)
     submit = _times(jobs["submitted_time"], where)
     attempt_rows = pd.DataFrame(attempts, columns=["row", "gpus", _START, _END])
-    begin_s, end = _seconds(attempt_rows[_START].astype(object)), _seconds(attempt_rows[_END].astype(object))
+    begin_s = _seconds(attempt_rows[_START].astype(object))
+    end = _seconds(attempt_rows[_END].astype(object))
     with np.errstate(invalid="ignore"):
         valid_end = np.where((end < begin_s) | (end - begin_s > _LONGEST_S), np.nan, end)
     for name, seconds in ((_START, begin_s), (_END, end), (_END, valid_end)):
@@ -517,7 +519,8 @@ def to_workload(
     if jobs is not None and not 1 <= jobs <= job_count:
         raise InputError("jobs", f"is {jobs}", f"the trace has {job_count} in that span")
     chosen = np.arange(job_count) if jobs is None else np.sort(generator.choice(job_count, jobs, replace=False))
-    sizes, names = class_indices(trace.gpu_hours[chosen]), list(SIZE_CLASSES)
+    sizes = class_indices(trace.gpu_hours[chosen])  # index of each job's size class in ``names``
+    names = list(SIZE_CLASSES)
     indices_by_size = {
         size: [index for index, template in enumerate(templates) if template.size == name]
         for size, name in enumerate(names)
@@ -607,7 +610,8 @@ def _times(values: pd.Series[Any], where: str, *, missing: bool = False) -> Floa
     # all values must be dates, or all must be numbers
     present = ~np.isnan(seconds)
     if present.any():
-        numeric, first = pd.to_numeric(values, errors="coerce").notna().to_numpy(), int(present.argmax())
+        numeric = pd.to_numeric(values, errors="coerce").notna().to_numpy()
+        first = int(present.argmax())
         mixed = (numeric != numeric[first]) & present
         if mixed.any():
             problem = f", and row {first + 1} has {values.iloc[first]}"

@@ -62,8 +62,10 @@ def fit(observed: Seen, previous: ThroughputParams | None = None) -> ThroughputP
     rows = observations(observed)
     params = refit(rows, previous).model_dump()
     if (rows.local_batch_size == rows.local_batch_size[0]).all():
-        half = (params["alpha_grad_s"] + params["beta_grad_s"] * float(rows.local_batch_size[0])) / 2
-        params["alpha_grad_s"], params["beta_grad_s"] = half, half / float(rows.local_batch_size[0])
+        batch_size = float(rows.local_batch_size[0])
+        half_s = (params["alpha_grad_s"] + params["beta_grad_s"] * batch_size) / 2  # of T_grad
+        params["alpha_grad_s"] = half_s
+        params["beta_grad_s"] = half_s / batch_size
     if not (rows.num_nodes > 1).any():
         for name in ("alpha", "beta"):
             params[f"{name}_sync_node_s"] = 1.1 * params[f"{name}_sync_local_s"]
@@ -141,7 +143,8 @@ class Beliefs:
         It is fitted again only when (nodes, replicas) was observed for the first time, or there are a quarter more
         configurations than at the last fit.
         """
-        observed, shape_count = self._seen[gpu_type], len(self._shapes[gpu_type])
+        observed = self._seen[gpu_type]
+        shape_count = len(self._shapes[gpu_type])  # of (nodes, replicas)
         fitted, fitted_rows, fitted_shapes = self._fitted.get(gpu_type, (None, 0, 0))
         if fitted is None or shape_count != fitted_shapes or len(observed) > (1 + _GROWTH) * fitted_rows:
             rows = tuple(observed.items())
@@ -177,7 +180,8 @@ def _errors(rows: Observations, model: ThroughputParams) -> tuple[tuple[Floats, 
         replicas, inverse = np.unique(rows.num_replicas[chosen], return_inverse=True)
         # at least 1, because it is a divisor; without rows both arrays are empty
         counts = np.maximum(np.bincount(inverse, minlength=len(replicas)), 1)
-        errors.append((np.log(replicas), np.bincount(inverse, error[chosen], minlength=len(replicas)) / counts))
+        mean_errors = np.bincount(inverse, error[chosen], minlength=len(replicas)) / counts
+        errors.append((np.log(replicas), mean_errors))
     return tuple(errors)
 
 
@@ -434,7 +438,8 @@ class SimulatedJob:
 
         Only policies with an oracle may call it; others must use the job's beliefs.
         """
-        name, placement = self.measured_types[0], packed(self.cluster, replicas)
+        name = self.measured_types[0]
+        placement = packed(self.cluster, replicas)
         local, steps = split_batch(self.spec.batch_size, replicas, self.limits_on[name])
         local = min(local, self.limits.max_batch_size // (replicas * (steps + 1)))
         step, sync = self.application.step_times(placement, local, name)
@@ -445,20 +450,24 @@ class SimulatedJob:
 
         The current epoch is not counted, which is the published simulator's rule for Optimus.
         """
-        application, batch = self.application, self.spec.batch_size
-        last = application.max_epochs - 1
-        return max(application.iterations(batch, last) - application.iterations(batch, min(self.epoch, last)), 1.0)
+        batch = self.spec.batch_size
+        last_epoch = self.application.max_epochs - 1
+        all_iterations = self.application.iterations(batch, last_epoch)
+        until_epoch_end = self.application.iterations(batch, min(self.epoch, last_epoch))
+        return max(all_iterations - until_epoch_end, 1.0)
 
     def remaining_s(self, replicas: int) -> float:
         """Return the true seconds of training left at the requested batch size on ``replicas`` packed GPUs.
 
         They are the iterations left in the current epoch and in the later ones, times the true step.
         """
-        application, batch = self.application, self.spec.batch_size
-        done_iterations = application.iterations(batch, self.epoch - 1) if self.epoch else 0.0
+        application = self.application
+        batch = self.spec.batch_size
+        earlier_iterations = application.iterations(batch, self.epoch - 1) if self.epoch else 0.0
         epoch_progress = application.progress[self.epoch + 1] - application.progress[self.epoch]
-        epoch_iterations = application.iterations(batch, self.epoch) - done_iterations
-        epoch_iterations *= 1.0 - (self.progress - application.progress[self.epoch]) / epoch_progress
+        done_share = (self.progress - application.progress[self.epoch]) / epoch_progress  # of the current epoch
+        epoch_iterations = application.iterations(batch, self.epoch) - earlier_iterations
+        epoch_iterations *= 1.0 - done_share
         later_iterations = application.iterations(batch, application.max_epochs - 1)
         later_iterations -= application.iterations(batch, self.epoch)
         return (epoch_iterations + max(later_iterations, 0.0)) * self.true_step_s(replicas)
@@ -471,7 +480,9 @@ class SimulatedJob:
         GPU time counts from the allocation on, progress only from the end of the restart.
         """
         if self.allocation:
-            count, held_s, tally = count_gpus(self.allocation), now_s - self.last_s, self.tally
+            tally = self.tally
+            count = count_gpus(self.allocation)
+            held_s = now_s - self.last_s
             tally.gpu_seconds += count * held_s
             tally.restart_gpu_seconds += count * max(min(now_s, self.running_from_s) - self.last_s, 0.0)
             for name, gpus in self.cluster.by_type(self.allocation).items():
@@ -497,7 +508,8 @@ class SimulatedJob:
         at_s = self.running_from_s + checkpoints * period_s
         if checkpoints and begin_s < at_s <= now_s:
             epoch_end = self.application.progress[self.epoch + 1]
-            self._saved = min(self.progress + self.rate * (at_s - begin_s), epoch_end), self.epoch, at_s
+            saved_progress = min(self.progress + self.rate * (at_s - begin_s), epoch_end)
+            self._saved = saved_progress, self.epoch, at_s
 
     def fail(self, now_s: float) -> None:
         """Lose the GPUs at ``now_s`` without warning, and return to the state of the last checkpoint."""
@@ -506,7 +518,8 @@ class SimulatedJob:
         self.tally.failures += 1
         self.tally.lost_gpu_seconds += count_gpus(self.allocation) * max(now_s - saved_s, 0.0)
         self.lost_progress += self.progress - progress
-        self.progress, self.epoch = progress, epoch
+        self.progress = progress
+        self.epoch = epoch
         self.reallocate((), now_s, 0.0)
 
     def end_epoch(self, now_s: float) -> bool:
@@ -518,7 +531,9 @@ class SimulatedJob:
         if self.epoch >= self.application.max_epochs:
             self.tally.finish_s = now_s
             self.tally.useful_samples = self.progress * self.limits.initial_batch_size
-            self.allocation, self.placement, self.next_s = (), (), math.inf
+            self.allocation = ()
+            self.placement = ()
+            self.next_s = math.inf
             return True
         return False
 
@@ -611,7 +626,9 @@ class SimulatedJob:
         if self.tuning is Tuning.LOGICAL:
             self.local_batch_size, self.accumulation_steps = self.logical_batch()
             return
-        replicas, gpu_type, gradient = sum(self.placement), self.gpu_type, self.gradient
+        replicas = sum(self.placement)
+        gpu_type = self.gpu_type
+        gradient = self.gradient
         if self.batch_size is None and gradient is not None and gpu_type in self.beliefs.types:
             # `tuned` has the choices for 1 to `most` replicas on one node, and then those for 1 to `most` on several.
             tuned, most = self._batches(gpu_type, gradient, replicas)

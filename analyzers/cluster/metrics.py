@@ -65,8 +65,8 @@ class IsolatedTimes:
         if gpus <= 1:
             return self._on(application, gpu_type, 1) / gpus
         low = int(gpus)
-        slow, fast = (1 / self._on(application, gpu_type, count) for count in (low, low + 1))
-        return 1 / (slow + (gpus - low) * (fast - slow))
+        low_speed, high_speed = (1 / self._on(application, gpu_type, count) for count in (low, low + 1))
+        return 1 / (low_speed + (gpus - low) * (high_speed - low_speed))
 
     def _on(self, application: Application, gpu_type: str, gpus: int) -> float:
         """Return the seconds of the whole training on up to ``gpus`` GPUs of one type, at each epoch's best batch.
@@ -136,10 +136,9 @@ def summarize(
     # useful samples per second from a job's first start to its end
     goodputs = np.array([job.useful_samples / (job.finish_s - job.start_s) for job in result.jobs])
     # GPU seconds of all jobs: in total, while starting, and undone by failures
-    held_gpu_s, restart_gpu_s, lost_gpu_s = (
-        sum(getattr(job, name) for job in result.jobs)
-        for name in ("gpu_seconds", "restart_gpu_seconds", "lost_gpu_seconds")
-    )
+    held_gpu_s = sum(job.gpu_seconds for job in result.jobs)
+    restart_gpu_s = sum(job.restart_gpu_seconds for job in result.jobs)
+    lost_gpu_s = sum(job.lost_gpu_seconds for job in result.jobs)
     available_gpu_s = sum(result.available_gpu_seconds.values())
     costs = [_price(job.gpu_seconds_by_type, prices) for job in result.jobs] if prices is not None else []
     total_cost = _price(result.available_gpu_seconds, prices) if prices is not None else 0.0

@@ -96,9 +96,12 @@ def _watched(title: str, stage: Stage, jobs: int) -> Iterator[OnRound]:
     Yields the function to call in each round with the number of finished jobs and the simulated time in seconds.
     """
     with stage(title, jobs) as advance:
-        yield lambda finished, now_s: advance(
-            finished, f"{finished} of {jobs} jobs, {now_s / 3600:,.1f} simulated hours"
-        )
+
+        def on_round(finished: int, now_s: float) -> None:
+            """Show how many jobs are finished, and how much time has been simulated."""
+            advance(finished, f"{finished} of {jobs} jobs, {now_s / 3600:,.1f} simulated hours")
+
+        yield on_round
 
 
 class AsProposed:
@@ -110,9 +113,14 @@ class AsProposed:
     """
 
     def __init__(self, policy: SchedulingPolicy, concurrent: int) -> None:
-        """Copy the policy's name, tuning and pooling, by which the simulator treats a policy."""
-        self.policy, self.concurrent = policy, concurrent
-        self.name, self.tuning = policy.name, policy.tuning
+        """Copy the policy's name, tuning and pooling, by which the simulator treats a policy.
+
+        ``concurrent``: most unfinished trials that the policy sees at a time.
+        """
+        self.policy = policy
+        self.concurrent = concurrent
+        self.name = policy.name
+        self.tuning = policy.tuning
         self.pools = getattr(policy, "pools", False)
         self._proposed: set[int] = set()
         """Indices of the trials that were shown before."""
@@ -126,7 +134,8 @@ class AsProposed:
         for job in visible:
             if job.index not in self._proposed:
                 self._proposed.add(job.index)
-                job.spec, job.tally.submit_s = job.spec.model_copy(update={"submit_s": now_s}), now_s
+                job.spec = job.spec.model_copy(update={"submit_s": now_s})
+                job.tally.submit_s = now_s
         return self.policy.allocate(visible, cluster, now_s)
 
 
@@ -240,7 +249,12 @@ def study(
 
 
 def _record_of(failures: NodeFailures) -> ReplayFailures:
-    """Return a replay's node failures as the record in its document: the number of events instead of the events."""
-    said = {name: value for name, value in asdict(failures).items() if name in ReplayFailures.model_fields}
-    by_chance = failures.mtbf_s if failures.mtbf_s < math.inf else None
-    return ReplayFailures(**{**said, "mtbf_s": by_chance, "events": len(failures.events)})
+    """Return a replay's node failures as the record in its document.
+
+    It has the number of given events instead of the events, and no mean time between failures (None) where none happen by
+    chance.
+    """
+    fields = {name: value for name, value in asdict(failures).items() if name in ReplayFailures.model_fields}
+    fields["mtbf_s"] = failures.mtbf_s if failures.mtbf_s < math.inf else None
+    fields["events"] = len(failures.events)
+    return ReplayFailures(**fields)

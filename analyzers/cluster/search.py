@@ -57,7 +57,8 @@ def choose_counts(costs: Sequence[Floats], gpus: int) -> tuple[list[int], float]
 
     ``costs[j][k]``: cost of job j with k GPUs. Exact: dynamic programming over jobs and GPUs, O(n gpus max_k).
     """
-    best_costs, all_gpus = np.zeros(gpus + 1), np.arange(gpus + 1)
+    all_gpus = np.arange(gpus + 1)
+    best_costs = np.zeros(gpus + 1)  # least cost of the jobs so far with at most k GPUs, for k from 0
     best_counts_by_job: list[Places] = []
     for cost in costs:
         job_cost = cost[: gpus + 1]
@@ -74,8 +75,9 @@ def choose_counts(costs: Sequence[Floats], gpus: int) -> tuple[list[int], float]
     counts: list[int] = []
     gpus_left = gpus
     for best_counts in reversed(best_counts_by_job):
-        counts.append(int(best_counts[gpus_left]))
-        gpus_left -= counts[-1]
+        count = int(best_counts[gpus_left])
+        counts.append(count)
+        gpus_left -= count
     return counts[::-1], float(best_costs[gpus])
 
 
@@ -190,7 +192,8 @@ class _Packing:
         for node, count in allocation:
             self.free[node] -= count
             self.spanning[node] += spans
-        self.allocations[job], self.costs[job] = allocation, cost
+        self.allocations[job] = allocation
+        self.costs[job] = cost
 
     def take(self, job: int) -> None:
         """Take all GPUs from the job, and set its cost to that of no GPUs."""
@@ -198,7 +201,8 @@ class _Packing:
         for node, count in self.allocations[job]:
             self.free[node] += count
             self.spanning[node] -= spans
-        self.allocations[job], self.costs[job] = (), self.within[job][0]
+        self.allocations[job] = ()
+        self.costs[job] = self.within[job][0]
 
     def insert(self, job: int, most: int) -> None:
         """Give a job that holds no GPUs at most ``most`` free ones, within a node or across nodes, such that it costs least.
@@ -210,13 +214,15 @@ class _Packing:
         best_within, best_across = self.best_within[job], self.best_across[job]
         # The best count that one node can give.
         within_count = best_within[min(max(free), most, len(best_within) - 1)]
-        cost, across_count = self.within[job][within_count], 0
+        cost = self.within[job][within_count]
         # The best count over several nodes, where that costs less.
+        across_count = 0
         if most > 1 and len(best_across) > 2:
             usable = [free[node] for node in range(len(free)) if self.may_span(node)]
             count = best_across[min(sum(usable), most, len(best_across) - 1)] if len(usable) > 1 else 0
             if self.across[job][count] < cost:
-                across_count, cost = count, self.across[job][count]
+                across_count = count
+                cost = self.across[job][count]
         # the allocation of before the search, which costs no restart
         held = count_gpus(choice.base)
         if held and choice.keep <= cost and held <= max(most, across_count, within_count) and self.keep(job):
@@ -321,7 +327,8 @@ class _Packing:
         """Remove the jobs of 1 to 4 nodes, choose their counts again and insert them in another order, ``effort`` times.
 
         A result is kept unless it costs more, so that the search can walk along allocations of equal cost. It ends early at
-        ``bound``. ``costs`` as in :func:`choose_counts`; ``generator``: of the random choices.
+        ``bound``, the lower bound on the total cost. ``costs[j][k]``: cost of job j with k GPUs; ``generator``: of the random
+        choices.
         """
         total = sum(self.costs)
         jobs, nodes = len(self.costs), len(self.gpus)
@@ -362,7 +369,10 @@ class _Packing:
     def restore(self, saved: _Saved) -> None:
         """Return to a state that :meth:`save` returned; it is copied, so that it can be restored again."""
         free, spanning, allocations, costs = saved
-        self.free, self.spanning, self.allocations, self.costs = free[:], spanning[:], allocations[:], costs[:]
+        self.free = free[:]
+        self.spanning = spanning[:]
+        self.allocations = allocations[:]
+        self.costs = costs[:]
 
 
 def _is_at_bound(cost: float, bound: float) -> bool:
@@ -376,8 +386,10 @@ def _prefix_argmin(values: Sequence[float]) -> list[int]:
     >>> _prefix_argmin([3.0, 5.0, 2.0, 2.0])
     [0, 0, 2, 2]
     """
-    argmins, best_index = [], 0
+    argmins: list[int] = []
+    best_index = 0
     for index, value in enumerate(values):
-        best_index = index if value < values[best_index] else best_index
+        if value < values[best_index]:
+            best_index = index
         argmins.append(best_index)
     return argmins

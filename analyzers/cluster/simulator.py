@@ -203,7 +203,11 @@ class _Run:
         on_round: Callable[[int, float], None] | None = None,
     ) -> None:
         """Queue the jobs in the reverse order of submission, so that pop() takes the next one; all nodes are up."""
-        self.jobs, self.cluster, self.policy, self.options, self.on_round = jobs, cluster, policy, options, on_round
+        self.jobs = jobs
+        self.cluster = cluster
+        self.policy = policy
+        self.options = options
+        self.on_round = on_round
         self.waiting = sorted(jobs, key=lambda job: (job.spec.submit_s, job.index))[::-1]
         """Jobs that are not submitted yet, the next one last."""
         self.active: dict[int, SimulatedJob] = {}
@@ -306,8 +310,9 @@ class _Run:
 
         ``last_s``: the second of the last round. It is never 0.
         """
-        interval, rounding = self.options.interval_s, 1e-9  # a computed multiple may have a rounding error
-        after_last = math.floor(last_s / interval + rounding) + 1
+        interval = self.options.interval_s
+        rounding = 1e-9  # a computed multiple may have a rounding error
+        after_last = math.floor(last_s / interval + rounding) + 1  # as a number of intervals
         if self.active:
             return after_last * interval
         first_submit_s = self.waiting[-1].spec.submit_s
@@ -431,16 +436,17 @@ class Watchdog:
         """
         self.rounds += 1
         # Something runs, or may run later: a job will be submitted, or a node will come back.
-        is_moving = (
-            awaiting_jobs or any(job.allocation for job in jobs) or (self.nodes is not None and self.nodes.returns)
-        )
+        node_returns = self.nodes is not None and self.nodes.returns
+        is_moving = awaiting_jobs or node_returns or any(job.allocation for job in jobs)
         self.idle_rounds = 0 if is_moving else self.idle_rounds + 1
         for job in jobs:
             if job.progress > self.furthest.get(job.index, 0.0):
                 self.furthest[job.index] = job.progress
                 self.last_gain = self.rounds, now_s
         gained_round, gained_s = self.last_gain
-        jobs_text, stalled_s, problem = f"{len(jobs)} jobs", now_s - gained_s, ""
+        stalled_s = now_s - gained_s
+        jobs_text = f"{len(jobs)} jobs"
+        problem = ""
         if self.idle_rounds > _MOST_IDLE_ROUNDS:
             problem = f"policy {self.policy} gives no GPUs to {jobs_text} ({_first_names(jobs)}) any more"
         elif self.rounds - gained_round > _MOST_FUTILE_ROUNDS and stalled_s > _MOST_FUTILE_S:
@@ -464,12 +470,15 @@ class Watchdog:
         gone = sorted(self.nodes.gone) if self.nodes is not None else []
         if not gone:
             return ""
-        stuck, wanted_gpus = min(jobs, key=lambda job: (job.spec.submit_s, job.index)), 0
+        by_submission = sorted(jobs, key=lambda job: (job.spec.submit_s, job.index))
         # the first submitted job for which no type has enough GPUs any more, else the first one of all
-        for job in sorted(jobs, key=lambda job: (job.spec.submit_s, job.index)):
+        stuck = by_submission[0]
+        wanted_gpus = 0
+        for job in by_submission:
             largest_type = max((up.gpus_of(name) for name in job.gpu_types), default=0)
             if job.tuning is Tuning.RIGID and job.spec.num_replicas > largest_type:
-                stuck, wanted_gpus = job, job.spec.num_replicas
+                stuck = job
+                wanted_gpus = job.spec.num_replicas
                 break
         need_clause = f" and it wants {wanted_gpus} of the {up.total_gpus} GPUs that are left" if wanted_gpus else ""
         nodes = listed(list(map(str, gone)), _NAMED_NODES)
@@ -478,5 +487,5 @@ class Watchdog:
 
 
 def _first_names(jobs: Sequence[SimulatedJob]) -> str:
-    """Return the names of the first three jobs and the number of the others, for a message."""
+    """Return the names of the first three jobs, and the number of the others if there are any, for a message."""
     return listed([job.spec.name for job in jobs], _NAMED_JOBS)

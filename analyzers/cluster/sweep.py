@@ -92,8 +92,9 @@ def cells(workloads: Sequence[str], policies: Sequence[str], seeds: Sequence[int
     for name, values in (("workloads", workloads), ("policies", policies), ("seeds", seeds)):
         if not values:
             raise InputError(name, "are empty", "give at least one")
-        if twice := [value for value, times in Counter(values).items() if times > 1]:
-            raise InputError(name, f"name {twice[0]!r} twice", "give each once")
+        repeated = [value for value, times in Counter(values).items() if times > 1]
+        if repeated:
+            raise InputError(name, f"name {repeated[0]!r} twice", "give each once")
     count = len(workloads) * len(policies) * len(seeds)
     if count > _MOST_CELLS:
         raise InputError("seeds", f"make {count:,} replays", f"at most {_MOST_CELLS:,} in one sweep")
@@ -163,8 +164,9 @@ def sweep(
 
 def _names(workloads: Sequence[Path]) -> dict[str, Path]:
     """Return name -> file of each workload; the name is the file's, or its path where two files have the same name."""
-    if twice := [path for path, times in Counter(workloads).items() if times > 1]:
-        raise InputError(str(twice[0]), "is given twice", "give each workload once")
+    repeated = [path for path, times in Counter(workloads).items() if times > 1]
+    if repeated:
+        raise InputError(str(repeated[0]), "is given twice", "give each workload once")
     stems = Counter(path.stem for path in workloads)
     return {path.stem if stems[path.stem] == 1 else str(path): path for path in workloads}
 
@@ -208,10 +210,13 @@ def _replayed(key: Key, workload: Path, setup: Setup) -> SweepFigures:
     makers = policies_of(policy, setup.power, options.restart_delay_s, seed, mixed=mixed)
     ((_, summary),) = replays(jobs, applications, machines, makers, options, prices=setup.prices)
     fields = {name: getattr(summary, name) for name in FIGURES if hasattr(summary, name) and name != "cost"}
-    fields |= {"jobs": len(summary.jobs), "gpu_seconds": sum(job.gpu_seconds for job in summary.jobs)}
-    fields |= {} if summary.cost is None else {"cost": summary.cost.jobs}
-    fairness = summary.finish_time_fairness
-    return SweepFigures.model_validate({**fields, "worst_fairness": fairness.max, "fair_share": fairness.share_below_1})
+    fields["jobs"] = len(summary.jobs)
+    fields["gpu_seconds"] = sum(job.gpu_seconds for job in summary.jobs)
+    fields["worst_fairness"] = summary.finish_time_fairness.max
+    fields["fair_share"] = summary.finish_time_fairness.share_below_1
+    if summary.cost is not None:
+        fields["cost"] = summary.cost.jobs
+    return SweepFigures.model_validate(fields)
 
 
 @lru_cache(maxsize=4)
@@ -481,13 +486,16 @@ def _interval(measure: str, log_ratios: Floats, confidence: float) -> ComparedMe
 
     The interval is Student's t at ``confidence``; there is none for a single ratio, or where all are equal.
     """
-    count, mean_log = len(log_ratios), float(log_ratios.mean())
-    low = high = None
+    count = len(log_ratios)
+    mean_log = float(log_ratios.mean())
+    low: float | None = None
+    high: float | None = None
     # Ratios that agree to the last digits are one replay repeated (no draw depended on the seed), not more evidence.
     if count > 1 and float(np.ptp(log_ratios)) > 1e-12:
         half_width = float(stdtrit(count - 1, 0.5 + confidence / 2)) * float(log_ratios.std(ddof=1)) / math.sqrt(count)
         # clipped to the range of floats
-        low, high = math.exp(max(mean_log - half_width, -700.0)), math.exp(min(mean_log + half_width, 700.0))
+        low = math.exp(max(mean_log - half_width, -700.0))
+        high = math.exp(min(mean_log + half_width, 700.0))
     return ComparedMeasure(
         measure=measure,
         ratio=math.exp(mean_log),

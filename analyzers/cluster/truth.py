@@ -98,7 +98,8 @@ class MeasuredTimes:
         """
         # The published simulator counts more nodes than it measured as that many.
         surface, groups = self._neighbours
-        nodes, replicas = min(len(placement), _MOST_NODES), sum(placement)
+        nodes = min(len(placement), _MOST_NODES)
+        replicas = sum(placement)
         step, sync = surface([nodes, replicas, local_batch_size])[0].tolist()
         if not math.isnan(step + sync):
             return step, sync
@@ -122,7 +123,8 @@ class MeasuredTimes:
             dtype=np.float64,
         )
         unique, means = _means(np.column_stack([configurations, self.local_batch_size]), self.times_s)
-        points, times = np.vstack([unique, self.scalability]), np.vstack([means, self.scalability_times_s])
+        points = np.vstack([unique, self.scalability])  # (p, 3) nodes, replicas, local batch size
+        times = np.vstack([means, self.scalability_times_s])  # (p, 2) step and sync
         curves = _curves(
             [(nodes, replicas) for nodes, replicas in points[:, :2].astype(int).tolist()], points[:, 2], times
         )
@@ -139,7 +141,10 @@ def _no_interpolation(point: Any) -> Floats:
 
 
 def _curves(keys: Sequence[Placement], batch: Floats, times: Floats) -> dict[Placement, Curve]:
-    """Return key (a placement, or nodes and replicas) -> batch sizes (k,), ascending, and their mean times (k, 2)."""
+    """Group rows by key: return key -> (batch sizes (k,), ascending, mean (step, sync) times (k, 2) at each).
+
+    ``keys`` (n,): a placement, or (nodes, replicas); ``batch`` (n,): local batch sizes; ``times`` (n, 2) in seconds.
+    """
     rows: dict[Placement, list[int]] = {}
     for row, key in enumerate(keys):
         rows.setdefault(key, []).append(row)
@@ -147,7 +152,10 @@ def _curves(keys: Sequence[Placement], batch: Floats, times: Floats) -> dict[Pla
 
 
 def _means(keys: Floats, times: Floats) -> Curve:
-    """Return the distinct keys, ascending, and the mean (step, sync) times (k, 2) of each."""
+    """Return the k distinct ``keys`` (rows or numbers), ascending, and the mean (step, sync) times (k, 2) of each.
+
+    ``times`` (n, 2): seconds, one row per key.
+    """
     unique, inverse = np.unique(keys, axis=0, return_inverse=True)
     counts = np.bincount(inverse.ravel())
     return unique, np.stack([np.bincount(inverse.ravel(), times[:, column]) / counts for column in range(2)], axis=1)
@@ -230,7 +238,8 @@ class Application:
         if not 1 <= self.max_epochs <= epochs:
             raise InputError(f"application {name}", f"max epochs {self.max_epochs}", f"1 to {epochs} are measured")
         self.batch_sizes = np.array([run.batch_size for run in runs], dtype=np.float64)
-        self.init_batch_size, self.max_batch_size = runs[0].batch_size, runs[-1].batch_size
+        self.init_batch_size = runs[0].batch_size
+        self.max_batch_size = runs[-1].batch_size
         ranges = [table.batch_range for table in times.values()]
         self.min_local_batch_size = min(low for low, _ in ranges)
         self.max_local_batch_size = limits.max_local_batch_size or max(high for _, high in ranges)
@@ -265,9 +274,8 @@ class Application:
             if not self.runs_on(gpu_type):
                 hint = did_you_mean(gpu_type, self.times)
                 raise InputError(f"application {self.name}", f"no step times on {gpu_type!r}", hint)
-            self._times_by_configuration[key] = (self.times.get(gpu_type) or self.times[ANY_TYPE])(
-                placement, local_batch_size
-            )
+            measured = self.times.get(gpu_type) or self.times[ANY_TYPE]
+            self._times_by_configuration[key] = measured(placement, local_batch_size)
         return self._times_by_configuration[key]
 
     def run_time_bound_s(self, gpu_types: Sequence[str]) -> float:
@@ -312,19 +320,15 @@ class Application:
 
     def _gradients(self, batch_size: int) -> tuple[Floats, Floats, Floats]:
         """Return squared norm, variance and AdaScale's gain at a total batch size in every epoch, (E,) each; cached."""
-        gradients = self._gradients_by_batch.get(batch_size)
-        if gradients is None:
+        if batch_size not in self._gradients_by_batch:
             low, high, share = self._weights(batch_size)
             sqr, var = (
                 statistic[low] * (1 - share) + statistic[high] * share for statistic in (self.grad_sqr, self.grad_var)
             )
-            # the last is the gain: the number of iterations at M0 that one iteration at this batch is worth
-            gradients = self._gradients_by_batch[batch_size] = (
-                sqr,
-                var,
-                (var + sqr) / (var * self.init_batch_size / batch_size + sqr),
-            )
-        return gradients
+            # the number of iterations at M0 that one iteration at this batch is worth
+            gain = (var + sqr) / (var * self.init_batch_size / batch_size + sqr)
+            self._gradients_by_batch[batch_size] = sqr, var, gain
+        return self._gradients_by_batch[batch_size]
 
     def batches(
         self, placement: Placement, gpu_type: str = ANY_TYPE, totals: Sequence[float] | None = None
@@ -346,7 +350,8 @@ class Application:
             # where the rounded total would exceed the largest batch.
             passes = max(math.ceil(total / replicas / largest - 1e-8), 1)
             local = math.ceil(total / replicas / passes - 1e-8)
-            local -= replicas * local * passes > self.max_batch_size
+            if replicas * local * passes > self.max_batch_size:
+                local -= 1
             rounded_total = replicas * local * passes
             if local >= self.min_local_batch_size and low <= rounded_total <= self.max_batch_size:
                 step, sync = self.step_times(placement, local, gpu_type)
@@ -436,7 +441,9 @@ def fitted_application(name: str, params: Mapping[str, ThroughputParams], job: F
     progress = np.linspace(0.0, job.total_samples / job.batch_size, job.epochs + 1)[1:]
     # With a squared norm of 1, that ratio of variance and norm gives the noise scale.
     variance = job.noise_scale / job.batch_size
-    sqr, var, runs = np.ones(job.epochs), np.full(job.epochs, variance), []
+    sqr = np.ones(job.epochs)
+    var = np.full(job.epochs, variance)
+    runs = []
     for batch in np.unique(np.geomspace(job.batch_size, job.max_batch_size, _BATCHES).round().astype(int)).tolist():
         gain = (variance + 1.0) / (variance * job.batch_size / batch + 1.0)
         runs.append(

@@ -117,9 +117,9 @@ class EasyScale:
                 if cheapest is None:
                     continue
                 index, gpu_type = cheapest
-                counts = Counter(dict(allocations[index]))
+                counts = Counter(dict(allocations[index]))  # node -> GPUs
                 # from its node with fewest GPUs of that type, which it may then leave altogether
-                node = min((count, node) for node, count in counts.items() if cluster.gpu_types[node] == gpu_type)[1]
+                _, node = min((count, node) for node, count in counts.items() if cluster.gpu_types[node] == gpu_type)
                 allocations[index] = tuple((counts - Counter([node])).items())
                 # it has become smaller, and may propose again
                 self._content.discard(index)
@@ -144,7 +144,8 @@ class EasyScale:
             held = cluster.by_type(allocations.get(job.index, ()))
             if held.total() < 2:
                 continue
-            capability, workers = job.capabilities(), job.spec.num_replicas
+            capability = job.capabilities()
+            workers = job.spec.num_replicas
             throughput = best_throughput(capability, held, workers)
             for name in sorted(set(held) & set(gpu_types)):
                 throughput_left = best_throughput(capability, held - Counter({name: 1}), workers)

@@ -63,7 +63,10 @@ class Fifo:
     tuning = Tuning.RIGID
 
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
-        """Return job index -> allocation: the current ones, and those of the jobs that can start now."""
+        """Return job index -> allocation: the current ones, and those of the jobs that can start now.
+
+        Jobs that run come first in the order, so that they keep their GPUs; then those that wait, by submission.
+        """
         order = sorted(jobs, key=lambda job: (not job.allocation, job.spec.submit_s, job.index))
         return start_gangs(order, cluster, overtaking=False)
 

@@ -60,8 +60,11 @@ class Ours:
 
         ``pools``: whether jobs of an application share their observations; ``seed``: of the local search.
         """
-        self.rank_power, self.lateness, self.delay_s = rank_power, lateness, delay_s
-        self.pools, self.seed = pools, seed
+        self.rank_power = rank_power
+        self.lateness = lateness
+        self.delay_s = delay_s
+        self.pools = pools
+        self.seed = seed
         self._present: frozenset[int] = frozenset()
         """Indices of the jobs of the last round."""
         self._changed_s = 0.0
@@ -77,7 +80,8 @@ class Ours:
             return {}
         present = frozenset(job.index for job in jobs)
         if present != self._present:
-            self._present, self._changed_s = present, now_s
+            self._present = present
+            self._changed_s = now_s
         hold_s = max(_HOLD_S, now_s - self._changed_s)
         offers = [job_speedups(job, cluster) for job in jobs]
         weights = self._weights(offers, cluster.total_gpus // len(jobs), now_s)
@@ -125,7 +129,7 @@ class Ours:
         return float(max(completion_s, _LEAST_S) ** self.lateness)
 
     def _choices(self, offer: JobSpeedups, weight: float, hold_s: float, now_s: float) -> dict[str, JobCosts]:
-        """Return GPU type -> one job's costs.
+        """Return GPU type -> one job's costs of each number of GPUs of that type, and of keeping its allocation.
 
         The cost of a configuration is the value of the job's best configuration minus its own value, times the job's
         ``weight``. ``hold_s``: seconds for which an allocation is likely to last.
@@ -146,7 +150,8 @@ class Ours:
         """Return one job's costs on one GPU type: of each count within a node and across nodes, and of its allocation.
 
         A new allocation loses the time of a restart, the present one the ``starting_s`` seconds until its last restart is over.
-        ``best_value``: value of the job's best configuration on any type; ``weight`` and ``hold_s`` as in :meth:`_choices`.
+        Costs are the value that the job loses against ``best_value``, that of its best configuration on any type, times its
+        ``weight``. ``hold_s``: seconds for which an allocation is likely to last.
         """
         remaining = math.inf if offer.remaining_s is None else offer.remaining_s
         # how long each count would be held: until the job ends, or until the allocation is likely to change

@@ -39,7 +39,8 @@ class Pollux:
         if not abs(power) <= _MOST_POWER:
             raise InputError("power", f"is {power}", f"from -{_MOST_POWER:.0f} to {_MOST_POWER:.0f}; -1 is Pollux's")
         self.power = power if abs(power) >= _LEAST_POWER else 0.0
-        self.delay_s, self.seed = delay_s, seed
+        self.delay_s = delay_s
+        self.seed = seed
 
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
         """Return job index -> allocation for the next interval: those of greatest fitness that :func:`search` finds."""
@@ -55,7 +56,9 @@ class Pollux:
         most_replicas = min(job.most_replicas, _MOST_REPLICAS)
         within, across, held = self.speedups(job, most_replicas, math.ceil(cluster.total_gpus / jobs), cluster)
         restart_factor = job.restart_factor(now_s, self.delay_s)
-        within_cost, across_cost = self.cost(within * restart_factor), self.cost(across * restart_factor)
+        within_cost = self.cost(within * restart_factor)
+        across_cost = self.cost(across * restart_factor)
+        # more GPUs than the largest node has do not fit within one
         within_cost[max(cluster.gpus) + 1 :] = np.inf
         # fewer than two GPUs cannot span nodes
         across_cost[:2] = np.inf

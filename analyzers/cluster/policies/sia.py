@@ -39,7 +39,8 @@ class Sia:
         """Raise InputError for an exponent that is not below 0, which would not make faster configurations cheaper."""
         if not (math.isfinite(exponent) and exponent < 0):
             raise InputError("policy sia", f"exponent {exponent}", "a finite number below 0; -0.5 is Sia's")
-        self.exponent, self.delay_s = exponent, delay_s
+        self.exponent = exponent
+        self.delay_s = delay_s
 
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
         """Return job index -> allocation for the next interval.

@@ -130,15 +130,14 @@ class Algorithm2:
         self._was_slower |= seconds_array[:, None] > seconds_array[None, :]
         straggler = int(np.argmax(seconds_array))
         leader = self._leader(seconds_array, memory_shares)
-        moved, remove = 0, False
+        moved = 0
+        remove = False
         timed_sizes = self.sizes if sizes is None else np.asarray(sizes)
-        sizes_in_force = (  # times of older sizes would move the same samples again
-            leader is not None
-            and timed_sizes[leader] == self.sizes[leader]
-            and timed_sizes[straggler] == self.sizes[straggler]
-        )
-        if leader is not None and leader != straggler and sizes_in_force:
-            moved, remove = self._move_or_fine_tune(leader, straggler)
+        if leader is not None and leader != straggler:
+            pair = [leader, straggler]
+            # times of older sizes would move the same samples again
+            if (timed_sizes[pair] == self.sizes[pair]).all():
+                moved, remove = self._move_or_fine_tune(leader, straggler)
         if moved:
             self.sizes[leader] += moved
             self.sizes[straggler] -= moved
@@ -170,11 +169,11 @@ class Algorithm2:
         return self.settings.step if self.phase is Phase.APPROACH else self.settings.fine_step
 
     def _move_or_fine_tune(self, leader: int, straggler: int) -> tuple[int, bool]:
-        """Return the samples to move from ``straggler`` to ``leader``, and whether removing the straggler is advised.
+        """Return (samples to move from ``straggler`` to ``leader``, whether removing the straggler is advised).
 
-        Samples move when the leader was faster in the whole window. Changes the phase to fine tuning where the leader was once
-        slower than the straggler, which shows that steps are too large, and where the straggler has not enough samples for a
-        step; with ``renew`` back to the fast approach.
+        Both are indices of workers. Samples move when the leader was faster in the whole window. Changes the phase to fine
+        tuning where the leader was once slower than the straggler, which shows that steps are too large, and where the
+        straggler has not enough samples for a step; with ``settings.renew`` back to the fast approach when speeds change.
         """
         if self.settings.renew and self.phase is Phase.FINE and self._still_far_apart(leader, straggler):
             self.phase = Phase.APPROACH
@@ -200,7 +199,9 @@ class Algorithm2:
         Times are taken as proportional to samples; GPUs' times change less than that, so a step is never too large. False where
         the step would break a limit or the window is not yet full.
         """
-        step, window, sizes = self.settings.step, self.settings.window, self.sizes
+        sizes = self.sizes
+        step = self.settings.step
+        window = self.settings.window
         at_limit = sizes[straggler] - step < self.least or sizes[leader] + step > self.limits[leader]
         if at_limit or len(self._recent) < window:
             return False
@@ -212,7 +213,11 @@ class Algorithm2:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint in numbers, text and lists: sizes, phase, recent times and ``was_slower``."""
+        """Return the state for a checkpoint as plain numbers, text and lists.
+
+        ``sizes`` (n,) samples, ``phase`` its name, ``recent`` (k, n) seconds of the last iterations, and ``was_slower`` (n, n)
+        whether the first worker was ever slower than the second.
+        """
         return {
             "sizes": self.sizes.tolist(),
             "phase": self.phase.value,
@@ -225,7 +230,8 @@ class Algorithm2:
 
         Raises InputError for a state with another number of workers, another total batch, or a size below ``least``.
         """
-        sizes, present_sizes = np.array(state.get("sizes", []), dtype=np.int64), self.sizes
+        sizes = np.array(state.get("sizes", []), dtype=np.int64)
+        present_sizes = self.sizes
         if sizes.shape != present_sizes.shape or sizes.sum() != present_sizes.sum() or sizes.min() < self.least:
             job = f"this job has {len(present_sizes)} workers and {present_sizes.sum()} samples, {self.least} or more each"
             raise InputError("state", f"has sizes {sizes.tolist()}", job)

@@ -80,28 +80,36 @@ def karmarkar_karp(costs: Floats, ranks: int) -> Ints:
     # A partial assignment is (-difference of its loads, tie-breaker, [(load, samples) of each rank by rising load]): the heap
     # pops the largest difference first. Samples are a tree of nested pairs, so that joining copies nothing.
     nothing: Any = ()
-    waiting = [
+    partial_assignments = [
         (-cost, sample, [(0.0, nothing)] * (ranks - 1) + [(cost, (sample, nothing))])
         for sample, cost in enumerate(costs.tolist())
     ]
-    heapq.heapify(waiting)
-    while len(waiting) > 1:
-        (_, tie_breaker, first), (_, _, second) = heapq.heappop(waiting), heapq.heappop(waiting)
+    heapq.heapify(partial_assignments)
+    while len(partial_assignments) > 1:
+        _, tie_breaker, first = heapq.heappop(partial_assignments)
+        _, _, second = heapq.heappop(partial_assignments)
         loads = [(a + b, (left, right)) for (a, left), (b, right) in zip(first, reversed(second), strict=True)]
         loads.sort(key=lambda load: load[0])
         smallest_load, largest_load = loads[0][0], loads[-1][0]
-        heapq.heappush(waiting, (smallest_load - largest_load, tie_breaker, loads))
+        heapq.heappush(partial_assignments, (smallest_load - largest_load, tie_breaker, loads))
+    _, _, whole_assignment = partial_assignments[0]
     rank_of = np.zeros(len(costs), dtype=np.int64)
-    (_, _, whole_assignment) = waiting[0]
     for rank, (_, tree) in enumerate(whole_assignment):
-        open_trees = [tree]  # a stack, because trees may be deeper than Python's recursion allows
-        while open_trees:
-            for node in open_trees.pop():
-                if isinstance(node, int):
-                    rank_of[node] = rank
-                elif node:
-                    open_trees.append(node)
+        rank_of[_samples_in(tree)] = rank
     return rank_of
+
+
+def _samples_in(tree: Any) -> list[int]:
+    """Return the samples in a tree of nested pairs: a pair's members are samples (int), pairs, or empty tuples."""
+    samples: list[int] = []
+    open_pairs = [tree]  # a stack, because trees may be deeper than Python's recursion allows
+    while open_pairs:
+        for member in open_pairs.pop():
+            if isinstance(member, int):
+                samples.append(member)
+            elif member:
+                open_pairs.append(member)
+    return samples
 
 
 def is_differenced(costs: Floats, speeds: Floats) -> bool:
@@ -112,10 +120,11 @@ def is_differenced(costs: Floats, speeds: Floats) -> bool:
 def balanced(costs: Floats, speeds: Floats, passes: int = 1) -> Ints:
     """Return the (n,) place of each sample, ``rank * passes + pass``, so that all ranks end at about the same time.
 
-    ``costs`` (n,) of the samples, ``speeds`` (m,) of the ranks; each rank makes ``passes`` passes. The result is the same on
-    every machine, so ranks need not communicate. Every place gets a sample if there are enough.
+    ``costs`` (n,) of the samples, ``speeds`` (m,) of the ranks in cost per second; each rank makes ``passes`` passes. The
+    result is the same on every machine, so ranks need not communicate. Every place gets a sample if there are enough.
     """
-    ranks, choices = len(speeds), [lpt(costs, speeds)]
+    ranks = len(speeds)
+    choices = [lpt(costs, speeds)]
     if is_differenced(costs, speeds):
         choices.append(karmarkar_karp(costs, ranks))
     best = min(choices, key=lambda rank_of: float(seconds_of(costs, rank_of, speeds).max()))
@@ -166,37 +175,43 @@ def by_length(costs: Floats, speeds: Floats, passes: int = 1) -> Ints:
     With one pass and equal speeds no other assignment ends earlier, because a place whose longest sample is shorter holds at
     least as many within any time. No place is left empty if there are enough samples.
     """
-    order = np.argsort(-costs, kind="stable")
-    ranks = np.argsort(-speeds, kind="stable")
-    place_speeds, sorted_costs = np.repeat(speeds[ranks], passes), costs[order].tolist()
-    cuts = list(range(0, len(costs), -(-len(costs) // len(place_speeds))))  # equal numbers of samples, rounded up
-    low, high = 0.0, max(sorted_costs) * len(costs) / float(place_speeds.min())
+    costliest_first = np.argsort(-costs, kind="stable")
+    fastest_ranks = np.argsort(-speeds, kind="stable")
+    sorted_costs = costs[costliest_first].tolist()
+    place_speeds = np.repeat(speeds[fastest_ranks], passes)  # of all places, those of the fastest rank first
+    # at first equal numbers of samples, rounded up
+    starts = list(range(0, len(costs), -(-len(costs) // len(place_speeds))))
+    low_s = 0.0
+    high_s = max(sorted_costs) * len(costs) / float(place_speeds.min())
     for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        cuts_within = _cut_at(sorted_costs, place_speeds.tolist(), middle)
-        if cuts_within is None:
-            low = middle
+        middle_s = (low_s + high_s) / 2
+        starts_within = _starts_within(sorted_costs, place_speeds.tolist(), middle_s)
+        if starts_within is None:
+            low_s = middle_s
         else:
-            high, cuts = middle, cuts_within
-    # for each sorted sample the index of its place in the order of the cuts, which is that of falling speed
-    cut_index = np.searchsorted(np.array(cuts), np.arange(len(costs)), side="right") - 1
+            high_s = middle_s
+            starts = starts_within
+    # for each sorted sample the index of its place in the order of falling speed, then the place's own number
+    sorted_place = np.searchsorted(np.array(starts), np.arange(len(costs)), side="right") - 1
+    place_numbers = np.repeat(fastest_ranks * passes, passes) + np.tile(np.arange(passes), len(fastest_ranks))
     places = np.empty(len(costs), dtype=np.int64)
-    places[order] = np.repeat(ranks * passes, passes)[cut_index] + np.tile(np.arange(passes), len(ranks))[cut_index]
+    places[costliest_first] = place_numbers[sorted_place]
     return topped_up(costs, places, len(place_speeds))
 
 
-def _cut_at(costs: list[float], speeds: list[float], limit: float) -> list[int] | None:
-    """Return the index in ``costs`` at which each place begins, if no place takes longer than ``limit`` seconds.
+def _starts_within(costs: list[float], speeds: list[float], limit_s: float) -> list[int] | None:
+    """Return the index in ``costs`` at which each place's samples start, if no place takes longer than ``limit_s`` seconds.
 
-    ``costs`` are in falling order, and a place takes its number of samples times its first cost, over its speed. None where the
-    places cannot hold all samples within the limit.
+    ``costs`` of the samples are in falling order, and places of the given ``speeds`` take neighbours in turn. A place takes its
+    number of samples times its first cost, over its speed. None where the places cannot hold all samples within the limit.
     """
-    begin, cuts = 0, []
+    start = 0
+    starts = []
     for speed in speeds:
-        cuts.append(begin)
-        if begin < len(costs):
-            begin += int(limit * speed / costs[begin] + _SAME)  # rounding must not turn a whole number into one less
-    return cuts if begin >= len(costs) else None
+        starts.append(start)
+        if start < len(costs):
+            start += int(limit_s * speed / costs[start] + _SAME)  # rounding must not turn a whole number into one less
+    return starts if start >= len(costs) else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -228,9 +243,11 @@ def solve(costs: Floats, speeds: Floats, limit_s: float, seed: int = 0, gap: flo
     from ddltool.solver import run, solver_for
 
     start = balanced(costs, speeds)
-    seconds, bound = float(seconds_of(costs, start, speeds).max()), lower_bound(costs, speeds)
+    seconds = float(seconds_of(costs, start, speeds).max())
+    bound = lower_bound(costs, speeds)
     unsolved = Proven(rank_of=start, seconds=seconds, bound=bound)
-    if unsolved.is_optimal or seconds <= bound * (1 + gap) or limit_s <= 0 or len(costs) * len(speeds) > _MOST_SOLVED:
+    is_good_enough = unsolved.is_optimal or seconds <= bound * (1 + gap)
+    if is_good_enough or limit_s <= 0 or len(costs) * len(speeds) > _MOST_SOLVED:
         return unsolved
     unit_times = np.floor(costs[:, None] / speeds * (_UNITS / bound)).astype(np.int64)  # (n, m)
     model = cp_model.CpModel()

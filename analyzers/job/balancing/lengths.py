@@ -140,7 +140,8 @@ def draw(lengths: Ints, counts: Ints, total: int, batches: int, seed: int) -> In
     ``counts`` (n,) samples have each of the ``lengths`` (n,); a batch has ``total`` samples. K is ``batches``, or the number of
     whole batches in an epoch if that is smaller. Raises InputError where there are too few samples for one batch.
     """
-    rng, samples = np.random.default_rng(seed), int(counts.sum())
+    rng = np.random.default_rng(seed)
+    samples = int(counts.sum())
     wanted = total * min(batches, samples // total, max(_MOST_DRAWN // total, 1))
     if not wanted:
         raise InputError("total_batch", f"is {total}", f"the file has {samples} samples: give at most so many")
@@ -165,12 +166,17 @@ def compare(
         seed: of the solver.
         advance: called before the solver begins with a batch, with the batch's index and "cp_sat", to show progress.
     """
-    if job.max_tokens is not None and (longest := int(batches.max())) > job.max_tokens:
+    longest = int(batches.max()) if job.max_tokens is not None else 0
+    if job.max_tokens is not None and longest > job.max_tokens:
         raise InputError("max_tokens", f"is {job.max_tokens}", f"the longest sample has {longest}: give that or more")
-    ranks, batch_size, passes = len(job.speeds), batches.shape[1], _planned_passes(job)
+    ranks = len(job.speeds)
+    batch_size = batches.shape[1]
+    passes = _planned_passes(job)
     # First the solver's assignments of all batches, within its time; then the steps of each way.
-    costs = job.cost.of(batches)
-    gaps, solved_ranks, left_s = list[float](), list[Ints](), limit_s
+    costs = job.cost.of(batches)  # (K, B)
+    gaps: list[float] = []  # of each batch
+    solved_ranks: list[Ints] = []  # of each batch, the rank of each sample
+    left_s = limit_s
     for index, batch_costs in enumerate(costs):
         advance(index, "cp_sat")
         begun_s = time.perf_counter()
@@ -181,7 +187,11 @@ def compare(
         solved_ranks.append(proven.rank_of)
 
     def assigned(choose: Callable[[Floats], Ints], lengths: Ints = batches, padded: bool = False) -> TimedSteps:
-        """Return the timed steps over (K, B) ``lengths``; ``choose``: (B,) costs of a batch -> (B,) places of its samples."""
+        """Return the timed steps of a way that assigns each batch's samples by their costs.
+
+        ``choose``: (B,) costs of a batch -> (B,) places of its samples, ``rank * passes + pass``; ``lengths`` (K, B) in tokens;
+        ``padded``: whether a pass is padded to its longest sample.
+        """
         shared = (_by_place(job, row, choose(job.cost.of(row)), padded) for row in lengths)
         return time_steps(job, shared, padded)
 
@@ -244,36 +254,47 @@ def regrouped(costs: Floats, ranks: int, total: int, window: int) -> Ints:
     among equal ones to that with the least cost so far. A sample stays within its span of ``window`` batches of ``total``
     samples; samples after the last whole span keep their places.
     """
-    order, stretch = np.arange(len(costs)), total * window
-    for begin in range(0, len(costs) - stretch + 1, stretch):
-        stretch_costs = costs[begin : begin + stretch]
-        ranked = np.argsort(-stretch_costs, kind="stable")
-        outliers = int((stretch_costs > stretch_costs.sum() / (window * ranks)).sum())
-        loads, longest, members = np.zeros(window), np.zeros(window), [list[int]() for _ in range(window)]
-        for position, sample in enumerate(ranked.tolist()):
-            batch = position // ranks
-            if position >= outliers:
-                # A batch takes as long as its mean load per rank, or as its costliest sample if that is longer.
-                before, after = (
-                    np.maximum(load / ranks - longest, 0.0) for load in (loads, loads + stretch_costs[sample])
-                )
-                longer = np.round((after - before) / stretch_costs[sample], 6)  # rounded, so that equal ones tie
-                is_full = np.array([len(members_of_one) == total for members_of_one in members])
-                batch = int(np.lexsort((loads, longer, is_full))[0])
-            members[batch].append(sample)
-            loads[batch] += stretch_costs[sample]
-            longest[batch] = max(longest[batch], stretch_costs[sample])
-        order[begin : begin + stretch] = begin + np.concatenate([np.sort(batch) for batch in members])
+    order = np.arange(len(costs))
+    span = total * window  # samples
+    for begin in range(0, len(costs) - span + 1, span):
+        members = _regrouped_span(costs[begin : begin + span], ranks, total, window)
+        order[begin : begin + span] = begin + np.concatenate([np.sort(batch) for batch in members])
     return order
 
 
-def time_steps(job: LengthsJob, steps: Iterator[list[list[Ints]]] | list[list[list[Ints]]], padded: bool) -> TimedSteps:
-    """Return for each step its time, the mean time in which a rank computes, and its tokens without and with padding.
+def _regrouped_span(costs: Floats, ranks: int, total: int, window: int) -> list[list[int]]:
+    """Return the samples of each of ``window`` batches, as indices in ``costs``, for one span of :func:`regrouped`.
 
-    Also the most tokens of one pass, with padding. ``steps``: for each step, rank and pass the lengths of the samples in
-    tokens. ``padded``: whether a pass computes all of its samples as if they were as long as its longest one.
+    ``costs`` (total * window,) of the span's samples, ``total`` of which make a batch.
     """
-    rows, most_computed = [], 0
+    outliers = int((costs > costs.sum() / (window * ranks)).sum())
+    loads = np.zeros(window)  # cost of each batch so far
+    longest = np.zeros(window)  # cost of its costliest sample
+    members = [list[int]() for _ in range(window)]
+    for position, sample in enumerate(np.argsort(-costs, kind="stable").tolist()):
+        if position < outliers:
+            batch = position // ranks
+        else:
+            # A batch takes as long as its mean load per rank, or as its costliest sample if that is longer.
+            before = np.maximum(loads / ranks - longest, 0.0)
+            after = np.maximum((loads + costs[sample]) / ranks - longest, 0.0)
+            longer = np.round((after - before) / costs[sample], 6)  # rounded, so that equal ones tie
+            is_full = np.array([len(of_batch) == total for of_batch in members])
+            batch = int(np.lexsort((loads, longer, is_full))[0])  # by the last key first
+        members[batch].append(sample)
+        loads[batch] += costs[sample]
+        longest[batch] = max(longest[batch], costs[sample])
+    return members
+
+
+def time_steps(job: LengthsJob, steps: Iterator[list[list[Ints]]] | list[list[list[Ints]]], padded: bool) -> TimedSteps:
+    """Return the times and tokens of steps whose samples are given.
+
+    ``steps``: for each step, rank and pass, an array of the lengths of the samples in tokens. ``padded``: whether a pass
+    computes all of its samples as if they were as long as its longest one.
+    """
+    rows = []  # of each step: (time, mean time in which a rank computes, tokens, tokens with padding)
+    most_computed = 0  # tokens of a pass, with padding
     for ranks in steps:
         most_passes = max(len(passes) for passes in ranks)
         times = np.zeros((len(ranks), most_passes))
@@ -296,14 +317,18 @@ def time_steps(job: LengthsJob, steps: Iterator[list[list[Ints]]] | list[list[li
 
 
 def _planned_passes(job: LengthsJob) -> int:
-    """Return the number of passes that a rank's samples are shared out to; 1 where a limit of tokens cuts passes later."""
+    """Return the number of passes that a rank's samples are divided among.
+
+    It is 1 where passes are limited by tokens: then each rank's samples are divided into passes afterwards.
+    """
     return job.passes if job.max_tokens is None else 1
 
 
 def _in_order(job: LengthsJob, lengths: Ints, ranks: Ints, padded: bool) -> list[list[Ints]]:
-    """Return the lengths of a batch's samples by rank and pass, in their given order.
+    """Return the lengths of a batch's samples by rank and pass, each rank's in their given order.
 
-    ``lengths`` (B,) of the samples, ``ranks`` (B,) the rank of each; ``padded``: whether the limit of tokens includes padding.
+    ``lengths`` (B,) of the samples in tokens, ``ranks`` (B,) the rank of each; ``padded``: whether passes are padded, so that
+    the limit of tokens includes padding.
     """
     by_rank = [lengths[ranks == rank] for rank in range(len(job.speeds))]
     if job.max_tokens is None:
@@ -348,17 +373,18 @@ def _grouped(job: LengthsJob, batches: Ints) -> Iterator[list[list[Ints]]]:
     The (K, B) lengths of ``batches`` are sorted within spans of up to 50 batches of one rank, then dealt to the ranks in turn,
     so that the samples that ranks compute at the same time are about equally long.
     """
-    flat, ranks = batches.ravel(), len(job.speeds)
+    flat = batches.ravel()
+    ranks = len(job.speeds)
     rank_batch = max(batches.shape[1] // ranks, 1)
-    stretch = rank_batch * max(1, min(len(flat) // (4 * rank_batch), _MEGABATCH))  # at most a quarter of all
-    pieces = [np.sort(flat[begin : begin + stretch])[::-1] for begin in range(0, len(flat), stretch)]
-    for row in np.concatenate(pieces).reshape(batches.shape):
-        parts = np.array_split(row, ranks * _planned_passes(job))
-        by_rank = [parts[rank::ranks] for rank in range(ranks)]
+    span = rank_batch * max(1, min(len(flat) // (4 * rank_batch), _MEGABATCH))  # at most a quarter of all samples
+    sorted_spans = [np.sort(flat[begin : begin + span])[::-1] for begin in range(0, len(flat), span)]
+    for row in np.concatenate(sorted_spans).reshape(batches.shape):
+        passes = np.array_split(row, ranks * _planned_passes(job))
+        by_rank = [passes[rank::ranks] for rank in range(ranks)]
         if job.max_tokens is None:
             yield by_rank
         else:
-            yield [_fitting(passes[0], job.max_tokens, padded=True) for passes in by_rank]
+            yield [_fitting(own_passes[0], job.max_tokens, padded=True) for own_passes in by_rank]
 
 
 def _packed(job: LengthsJob, lengths: Ints, pack: int) -> dict[str, TimedSteps]:
@@ -367,14 +393,17 @@ def _packed(job: LengthsJob, lengths: Ints, pack: int) -> dict[str, TimedSteps]:
     All samples, of ``lengths`` (n,) tokens, are concatenated and cut every ``pack`` tokens. Without masks a sequence costs as
     much as one sample of that length, with masks as much as its pieces. {} where there is not even one whole step.
     """
-    ends = np.cumsum(lengths)
-    # A piece ends where its sample or its sequence ends; the index of its last token, cuts - 1, tells its sequence.
-    cuts = np.union1d(ends, np.arange(pack, int(ends[-1]) + 1, pack))
-    pieces, sequences = np.diff(cuts, prepend=0), (cuts - 1) // pack
-    # Each pass takes one sequence; with a limit of tokens a rank makes as many passes as sequences fit into it.
-    ranks, passes = len(job.speeds), job.passes if job.max_tokens is None else max(job.max_tokens // pack, 1)
+    sample_ends = np.cumsum(lengths)
+    tokens = int(sample_ends[-1])
+    # A piece ends where its sample or its sequence ends; the index of its last token, piece_ends - 1, tells its sequence.
+    piece_ends = np.union1d(sample_ends, np.arange(pack, tokens + 1, pack))
+    pieces = np.diff(piece_ends, prepend=0)  # their lengths
+    sequences = (piece_ends - 1) // pack
     by_sequence = np.split(pieces, np.flatnonzero(np.diff(sequences)) + 1)
-    steps = int(ends[-1]) // (pack * ranks * passes)
+    # Each pass takes one sequence; with a limit of tokens a rank makes as many passes as sequences fit into it.
+    ranks = len(job.speeds)
+    passes = job.passes if job.max_tokens is None else max(job.max_tokens // pack, 1)
+    steps = tokens // (pack * ranks * passes)
     if not steps:
         return {}
     masked = [

@@ -43,23 +43,24 @@ def lengths_result(
         """
         paired = {way, today} <= {*IN_THE_BATCH}
         gain, low, high = speedup(found.steps[today], steps, paired, seed)
+        waiting_share = float(1 - steps.busy.sum() / (steps.seconds - job.cost.per_step).sum())
         return RemedyFigures(
             step=float(steps.seconds.mean()),
             speedup=gain,
             speedup_low=low,
             speedup_high=high,
             padding_share=float(1 - steps.tokens.sum() / steps.computed.sum()),
-            waiting_share=max(float(1 - steps.busy.sum() / (steps.seconds - job.cost.per_step).sum()), 0.0),
+            waiting_share=max(waiting_share, 0.0),  # rounding may leave it just below 0
             most_tokens=steps.most_tokens,
         )
 
-    ranks = [
+    ranks = [  # what the solver gives each rank of the first batch; a pass is an array of its samples' lengths
         RankLengths(
             rank=rank,
-            samples=sum(map(len, passes)),
-            tokens=sum(int(each.sum()) for each in passes),
-            cost=float(sum(job.cost.of(each).sum() for each in passes)),
-            passes=[each.tolist() for each in passes],
+            samples=sum(len(lengths) for lengths in passes),
+            tokens=sum(int(lengths.sum()) for lengths in passes),
+            cost=float(sum(job.cost.of(lengths).sum() for lengths in passes)),
+            passes=[lengths.tolist() for lengths in passes],
         )
         for rank, passes in enumerate(found.first)
     ]

@@ -187,36 +187,44 @@ def choose(curves: Curves, offer: Offer, total: int, finish: Finish | None = Non
     that none is left out without need.
 
     Args:
-        curves: of the K types, in the order of ``offer``.
+        curves: seconds over batch size of the K types, in the order of ``offer``.
+        offer: the offered devices, and the limits on those in use.
         total: X, samples of all devices together; at least 1.
         finish: adds synchronisation to a step; None: there is none.
     """
     offers = [offer]
-    if offer.single_type:
+    if offer.single_type:  # each type alone
         single_type_counts = np.diag(offer.counts).tolist()
         offers = [replace(offer, counts=tuple(counts)) for counts in single_type_counts]
-    choices = []
-    for single_offer in offers:
-        chooser = _Chooser(single_offer, total)
-        most_sizes = np.where(chooser.counts > 0, np.minimum(curves.limits, total), 0)
-        # First the shortest time and the number of devices, then which devices, last the exact sizes on these.
-        state = shortest(chooser.fewest, chooser.most, finish, curves, most_sizes)
-        numbers = None if state is None else chooser.most_productive(state.sizes, state.number)
-        if numbers is not None:
-            used_counts = tuple(numbers.tolist())
-            rows = spread(curves, used_counts, total)
-            assert rows is not None  # the chosen devices make at least ``total`` samples by the best time
-            slowest_s = slowest_of(curves, rows)
-            iteration_s = slowest_s if finish is None else finish(slowest_s, sum(used_counts))
-            choices.append(Chosen(rows=rows, numbers=used_counts, slowest_s=slowest_s, iteration_s=iteration_s))
+    choices = [choice for each in offers if (choice := _choose_mixed(curves, each, total, finish)) is not None]
     return min(choices, key=lambda choice: choice.iteration_s, default=None)
 
 
-def spread(curves: Curves, numbers: Sequence[int], total: int) -> tuple[Row, ...] | None:
-    """Return the batch sizes, by type and size, with which the slowest of ``numbers`` (K,) devices of each type ends earliest.
+def _choose_mixed(curves: Curves, offer: Offer, total: int, finish: Finish | None) -> Chosen | None:
+    """Return the result of :func:`choose` if types may mix, whatever ``offer.single_type`` says."""
+    chooser = _Chooser(offer, total)
+    most_sizes = np.where(chooser.counts > 0, np.minimum(curves.limits, total), 0)
+    # First the shortest time and the number of devices, then which devices, last the exact sizes on these.
+    state = shortest(chooser.fewest, chooser.most, finish, curves, most_sizes)
+    if state is None:
+        return None
+    numbers = chooser.most_productive(state.sizes, state.number)
+    if numbers is None:
+        return None
+    used_counts = tuple(numbers.tolist())
+    rows = spread(curves, used_counts, total)
+    assert rows is not None  # the chosen devices make at least ``total`` samples by the best time
+    slowest_s = slowest_of(curves, rows)
+    iteration_s = slowest_s if finish is None else finish(slowest_s, sum(used_counts))
+    return Chosen(rows=rows, numbers=used_counts, slowest_s=slowest_s, iteration_s=iteration_s)
 
-    Each device gets at least one sample, and all together get ``total``; None where that is impossible. Sizes are those of the
-    module's greedy rule, found for all devices of a type at once.
+
+def spread(curves: Curves, numbers: Sequence[int], total: int) -> tuple[Row, ...] | None:
+    """Return the batch sizes with which the slowest device ends earliest, as rows of equal devices.
+
+    ``curves``: seconds over batch size of K types; ``numbers`` (K,): how many devices of each type take part. Each device gets
+    at least one sample, and all together get ``total``; None where that is impossible. Sizes are those of the module's greedy
+    rule, found for all devices of a type at once.
     """
     counts = np.asarray(numbers, dtype=np.int64)
     greedy_state = _fill_greedily(curves, counts, total)
@@ -227,16 +235,26 @@ def spread(curves: Curves, numbers: Sequence[int], total: int) -> tuple[Row, ...
     # Of each type some devices have their size at the end, one may have a size in between, and the others that before.
     full_devices, rest_samples = np.divmod(extra_samples, np.maximum(sizes_at_end - sizes_before, 1))
     partial_devices = np.minimum(rest_samples, 1)
+    # (K, 3): by type and by these three sizes, the number of devices and the size; a row for each pair with devices
     devices = np.column_stack((full_devices, partial_devices, counts - full_devices - partial_devices))
+    sizes = np.column_stack((sizes_at_end, sizes_before + rest_samples, sizes_before))
     type_indices, size_indices = np.nonzero(devices)
-    sizes = np.column_stack((sizes_at_end, sizes_before + rest_samples, sizes_before))[type_indices, size_indices]
-    return tuple(map(Row, type_indices.tolist(), devices[type_indices, size_indices].tolist(), sizes.tolist()))
+    return tuple(
+        Row(kind=kind, devices=number, size=size)
+        for kind, number, size in zip(
+            type_indices.tolist(),
+            devices[type_indices, size_indices].tolist(),
+            sizes[type_indices, size_indices].tolist(),
+            strict=True,
+        )
+    )
 
 
 def slowest_of(curves: Curves, rows: Sequence[Row]) -> float:
     """Return the seconds of the slowest device in ``rows``; -1.0 where no row has samples.
 
-    Of several rows of one type the largest size counts, because times do not fall with the size.
+    ``curves``: seconds over batch size of K types, whose indices are the rows' ``kind``. Of several rows of one type the
+    largest size counts, because times do not fall with the size.
     """
     sizes = np.zeros(len(curves.limits), dtype=np.int64)
     np.maximum.at(sizes, [row.kind for row in rows], [row.size for row in rows])
@@ -254,11 +272,9 @@ def _fill_greedily(curves: Curves, numbers: Counts, total: int) -> tuple[Counts,
     is_used = numbers > 0
     max_sizes = np.where(is_used, np.minimum(curves.limits, total), 0)
     devices = int(numbers.sum())
-    if (
-        not 0 < devices <= total
-        or (max_sizes[is_used] < 1).any()
-        or _type_samples(numbers, max_sizes, total).sum() < total
-    ):
+    if not 0 < devices <= total or (max_sizes[is_used] < 1).any():
+        return None
+    if _type_samples(numbers, max_sizes, total).sum() < total:
         return None
     sizes_before = sizes_at_end = np.minimum(max_sizes, 1)
     if devices < total:
@@ -269,12 +285,10 @@ def _fill_greedily(curves: Curves, numbers: Counts, total: int) -> tuple[Counts,
         sizes_before, sizes_at_end = earliest.before, earliest.sizes
     last_samples = _type_samples(numbers, sizes_at_end - sizes_before, total)  # samples that end exactly at the optimum
     # Not all of these may be needed: they are taken type by type until the total is reached.
-    last_samples_before = np.concatenate(([0], np.cumsum(last_samples)[:-1]))
-    return (
-        sizes_before,
-        sizes_at_end,
-        np.clip(total - int((numbers * sizes_before).sum()) - last_samples_before, 0, last_samples),
-    )
+    needed = total - int((numbers * sizes_before).sum())
+    taken_by_earlier_types = np.concatenate(([0], np.cumsum(last_samples)[:-1]))
+    extra_samples = np.clip(needed - taken_by_earlier_types, 0, last_samples)
+    return sizes_before, sizes_at_end, extra_samples
 
 
 def _type_samples(numbers: Counts, sizes: Counts, total: int) -> Counts:
@@ -294,15 +308,18 @@ class _Chooser:
 
     def __init__(self, offer: Offer, total: int) -> None:
         """Take the offered devices, and the ``total`` samples that the chosen ones must make together."""
-        self.offer, self.total = offer, total
+        self.offer = offer
+        self.total = total
         self.counts = np.asarray(offer.counts, dtype=np.int64)
+        """(K,) offered devices of each type."""
         # Each device in use takes a sample at least.
-        self.most_devices = min(
-            total, int(self.counts.sum()), total if offer.max_devices is None else offer.max_devices
-        )
+        self.most_devices = min(total, int(self.counts.sum()))
+        if offer.max_devices is not None:
+            self.most_devices = min(self.most_devices, offer.max_devices)
         # As Python's integers, because prices times devices may need more than 64 bits.
         self._prices = None if offer.prices is None else np.asarray(offer.prices, dtype=object)
         self._counts_equal = offer.prices is None and self.counts.min() == self.counts.max()
+        """Whether all types are free of charge and have as many devices, so that they differ by their sizes alone."""
 
     def fewest(self, sizes: Counts) -> int:
         """Return the fewest devices that make the whole batch, with ``sizes`` (K,) samples each; 0: no allowed choice does.
@@ -317,8 +334,9 @@ class _Chooser:
         samples = np.cumsum(_type_samples(ordered_counts, ordered_sizes, self.total))
         if samples[-1] < self.total:
             return 0
-        last_type = int(np.searchsorted(samples, self.total))
-        missing_samples = self.total - (int(samples[last_type - 1]) if last_type else 0)
+        last_type = int(np.searchsorted(samples, self.total))  # with its devices the batch is reached
+        samples_before = int(samples[last_type - 1]) if last_type else 0
+        missing_samples = self.total - samples_before
         needed_of_last = -(-missing_samples // int(ordered_sizes[last_type]))  # rounded up
         devices = int(ordered_counts[:last_type].sum()) + needed_of_last
         if devices > self.most_devices:
@@ -347,19 +365,24 @@ class _Chooser:
         return self._knapsack(sizes, devices, whole_batch=False) if numbers is None else numbers
 
     def _largest(self, sizes: Counts, order: Counts, devices: int) -> Counts | None:
-        """Return the (K,) numbers of the ``devices`` devices with the largest sizes; None where they exceed the budget.
+        """Return how many of the ``devices`` devices with the largest sizes are of each type, (K,).
 
-        ``order`` (K,): indices of the types by falling size.
+        ``sizes`` (K,): samples of one device of each type; ``order`` (K,): indices of the types by falling size. None where
+        these devices exceed the budget.
         """
         usable = np.where(sizes[order] > 0, self.counts[order], 0)
+        taken_so_far = np.minimum(np.cumsum(usable), devices)
         numbers = np.zeros_like(self.counts)
-        numbers[order] = np.diff(np.minimum(np.cumsum(usable), devices), prepend=0)
-        return numbers if self._prices is None or int(self._prices @ numbers) <= self.offer.budget else None
+        numbers[order] = np.diff(taken_so_far, prepend=0)
+        if self._prices is not None and int(self._prices @ numbers) > self.offer.budget:
+            return None
+        return numbers
 
     def _knapsack(self, sizes: Counts, devices: int, *, whole_batch: bool) -> Counts | None:
-        """Return (K,) numbers of at most ``devices`` devices within the budget, by CP-SAT; None where none are possible.
+        """Return how many devices to take of each type, (K,), within the budget, by CP-SAT; None where none are possible.
 
-        With ``whole_batch`` they are the fewest devices that make it, else those that make the most samples.
+        ``sizes`` (K,): samples of one device of each type; ``devices``: most devices in all. With ``whole_batch`` the result
+        is the fewest devices that make all samples, else those that make the most samples.
         """
         from ortools.sat.python import cp_model
 
@@ -442,15 +465,18 @@ def _earliest_state(
     if not is_enough(sizes_at_end):
         return None
     min_sizes = sizes_before
+    # The times of workers that have no more than their first samples do not count: these cost no time.
     end_s = _last_end_s(curves, sizes_at_end > min_sizes, sizes_at_end)
     next_s = _next_end_s(curves, sizes_before, max_sizes)
     while next_s < end_s:
         middle_s = _midpoint(next_s, end_s)
         sizes = capacities(curves, middle_s, sizes_before, sizes_at_end)
         if is_enough(sizes):
-            sizes_at_end, end_s = sizes, _last_end_s(curves, sizes > min_sizes, sizes)
+            sizes_at_end = sizes
+            end_s = _last_end_s(curves, sizes > min_sizes, sizes)
         else:
-            sizes_before, next_s = sizes, _next_end_s(curves, sizes, max_sizes)
+            sizes_before = sizes
+            next_s = _next_end_s(curves, sizes, max_sizes)
     return _EarliestState(at_s=end_s, sizes=sizes_at_end, before=sizes_before)
 
 

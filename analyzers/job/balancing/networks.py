@@ -77,22 +77,24 @@ class NeuralNetwork(Trained):
         """
         held_out = _held_out(targets.shape[1])
         generator = torch.Generator().manual_seed(self.settings.seed)
-        train_and_validation = []
-        for span in (slice(None, -held_out), slice(-held_out, None)):
-            sample_inputs, sample_targets = inputs[:, span].flatten(0, 1), targets[:, span].flatten()
-            most = POOLED if span.stop else POOLED // 4  # the span with a stop is for training; validation gets a fifth
-            chosen = torch.randperm(len(sample_targets), generator=generator)[:most]
-            train_and_validation.append((sample_inputs[chosen], sample_targets[chosen]))
-        common_weights = {name: value[:1] for name, value in self.weights.items()}
-        sample_inputs = torch.cat([samples[0] for samples in train_and_validation])[None]
-        sample_targets = torch.cat([samples[1] for samples in train_and_validation])[None]
+
+        def pooled(span: slice, most: int) -> tuple[Tensor, Tensor]:
+            """Return inputs and targets of up to ``most`` random samples of all workers, out of each worker's ``span``."""
+            span_inputs = inputs[:, span].flatten(0, 1)
+            span_targets = targets[:, span].flatten()
+            chosen = torch.randperm(len(span_targets), generator=generator)[:most]
+            return span_inputs[chosen], span_targets[chosen]
+
+        train_inputs, train_targets = pooled(slice(None, -held_out), POOLED)
+        # a quarter as many for validation, so that it is a fifth of all
+        validation_inputs, validation_targets = pooled(slice(-held_out, None), POOLED // 4)
         common_weights = self._fit(
-            common_weights,
-            sample_inputs,
-            sample_targets,
+            {name: value[:1] for name, value in self.weights.items()},
+            torch.cat([train_inputs, validation_inputs])[None],
+            torch.cat([train_targets, validation_targets])[None],
             _POOLED_RATE,
             self.settings.most_steps,
-            len(train_and_validation[1][1]),
+            len(validation_targets),
         )
         # An expanded tensor shares memory between workers, and training changes each worker's weights: so they are copied.
         self.weights = {
@@ -146,7 +148,7 @@ class NeuralNetwork(Trained):
         inputs, _ = _samples(self.kind, self._scaled(np.concatenate((past_rows, present_row))))
         with one_thread(), torch.no_grad():
             forecast = _forward(self.kind, self.weights, torch.from_numpy(inputs)).numpy()[:, 0]
-        speeds: Floats = (forecast * _SCALE + _CENTRE) * self._reference
+        speeds: Floats = (forecast * _SCALE + _CENTRE) * self._reference  # the inverse of _scaled()
         return speeds
 
     def _scaled(self, rows: Floats) -> Floats:

@@ -100,7 +100,11 @@ def replay_oracle(trace: SpeedTrace, total: int, *, since: int = 0) -> Outcome:
 
 
 def gain_kept(outcome: Outcome, equal_split: Outcome, oracle: Outcome) -> float:
-    """Return the share of the oracle's gain over the equal split that ``outcome`` reaches; 1 if no gain is possible."""
+    """Return the share of the oracle's gain over the equal split that ``outcome`` reaches; 1 if no gain is possible.
+
+    A gain is in mean seconds of an iteration. The oracle sizes batches by the actual speeds (:func:`replay_oracle`). The share
+    is negative where ``outcome`` is slower than the equal split.
+    """
     possible = equal_split.mean_s - oracle.mean_s
     return 1.0 if possible <= 0 else (equal_split.mean_s - outcome.mean_s) / possible
 
@@ -281,11 +285,10 @@ def work_shifting(clock: Clock, total: int) -> SchemeResult:
         rates = clock.rates[clock.row(now_s)]
         iteration_s = float((batch / rates).max())  # with equal batches and no transfers
         check_s = iteration_s / FLEXRR_CHECKS
-        samples_left = np.full(workers, batch)
         # No work is shifted before the first worker ends.
         elapsed_s = float((batch / rates).min())
         end_s = elapsed_s
-        samples_left = np.maximum(0.0, samples_left - (clock.done_by(now_s + elapsed_s) - clock.done_by(now_s)))
+        samples_left = np.maximum(0.0, batch - (clock.done_by(now_s + elapsed_s) - clock.done_by(now_s)))  # (n,)
         while samples_left.max() > _ROUNDING * batch:
             check_s = max(check_s, elapsed_s / FLEXRR_CHECKS)
             done = clock.done_by(now_s + elapsed_s + check_s) - clock.done_by(now_s + elapsed_s)

@@ -21,7 +21,8 @@ MOST_SAMPLES = 10**12
 def equal(workers: int, total: int, limits: ArrayLike | None = None, least: int = 1) -> Ints:
     """Return the (n,) batch sizes of n ``workers``, as equal as possible with sum ``total``.
 
-    ``limits``, ``least`` and errors as in :func:`proportional`.
+    ``limits`` (n,): most samples that fit into each worker's memory, None: no limit; ``least``: samples that each worker gets.
+    Raises Infeasible where no sizes keep to these bounds.
     """
     return proportional(np.ones(workers), total, limits, least)
 
@@ -56,7 +57,8 @@ def proportional(speeds: ArrayLike, total: int, limits: ArrayLike | None = None,
 
 def checked_sizes(sizes: ArrayLike, least: int = 1) -> Ints:
     """Return the (n,) batch sizes as integers. Raises InputError for no sizes, and for a size below ``least``."""
-    checked, least_words = np.array(sizes, dtype=np.int64), _least_in_words(least)
+    checked = np.array(sizes, dtype=np.int64)
+    least_words = _least_in_words(least)
     if checked.ndim != 1 or len(checked) == 0 or checked.min() < least:
         raise InputError("sizes", f"is {np.asarray(sizes).tolist()}", f"give every worker {least_words} or more")
     return checked
@@ -121,7 +123,7 @@ def _distribute_remainder(sizes: Ints, exact_shares: Floats, max_sizes: Ints, re
     ``least`` and ``max_sizes`` (n,).
     """
     step = 1 if remainder > 0 else -1
-    while remainder:
+    while remainder:  # more than one turn where fewer workers have room than samples remain
         has_room = sizes < max_sizes if step > 0 else sizes > least
         order = np.argsort(-step * (exact_shares - sizes), kind="stable")
         chosen = order[has_room[order]][: abs(remainder)]

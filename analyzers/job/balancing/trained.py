@@ -89,6 +89,7 @@ class Ema:
         has_mean = ~np.isnan(self._mean)
         if self._recent.maxlen:
             self._recent.append(np.asarray(speed, dtype=np.float64))
+            # multiplied by whether the speed is far off: a count goes up by one, or back to 0
             self._above = (self._above + 1) * (speed > _CHANGE_RATIO * self._mean)
             self._below = (self._below + 1) * (speed < self._mean / _CHANGE_RATIO)
         self._mean = np.where(has_mean, self._alpha * speed + (1 - self._alpha) * self._mean, speed)
@@ -159,7 +160,8 @@ class Trained:
         self._rows.append(np.stack((np.asarray(speed, dtype=np.float64), *self._readings)))
         self._count += 1
         self._ema.observe(speed)
-        self._lowest, self._highest = np.minimum(self._lowest, speed), np.maximum(self._highest, speed)
+        self._lowest = np.minimum(self._lowest, speed)
+        self._highest = np.maximum(self._highest, speed)
         since_warm_up = self._count - self.settings.warm_up
         self._due = since_warm_up >= 0 and since_warm_up % self.settings.refit_every == 0
         if self.ready and not self._due:
@@ -196,9 +198,12 @@ class Trained:
 
     def _adopt_trained_state(self) -> None:
         """Take over the ``LEARNED`` attributes of the copy trained in the background, if its training has ended."""
-        if self._background_training is None or self._background_training[1].is_alive():
+        if self._background_training is None:
             return
-        (trained_copy, _), self._background_training = self._background_training, None
+        trained_copy, thread = self._background_training
+        if thread.is_alive():
+            return
+        self._background_training = None
         if trained_copy.ready:
             for name in self.LEARNED:
                 setattr(self, name, getattr(trained_copy, name))

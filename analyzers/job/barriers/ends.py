@@ -127,7 +127,7 @@ Times = EndTimes | Sequence[ArrayLike] | NDArray[Any]
 def bsp(times: Times) -> Barrier:
     """Return the barrier of bulk-synchronous training (BSP): every worker makes one iteration.
 
-    See :meth:`EndTimes.of` for ``times`` and errors.
+    ``times``: per worker its iteration ends in seconds, ascending. Raises InputError where :meth:`EndTimes.of` does.
     """
     ends = EndTimes.of(times)
     return ends.barrier(np.ones(ends.workers, dtype=np.int64))
@@ -136,21 +136,32 @@ def bsp(times: Times) -> Barrier:
 def _check(end_s: Floats, pointers: Ints) -> None:
     """Raise InputError unless there is a worker, and each worker has one or more finite, ascending ends.
 
-    ``end_s`` (N,) and ``pointers`` (n + 1,) as in :class:`EndTimes`. The error names worker and end, counted from 0.
+    ``end_s`` (N,): the ends of all workers, one worker after the other; ``pointers`` (n + 1,): where each worker's ends begin,
+    and N. The error names worker and end, counted from 0.
     """
     if len(pointers) == 1:
         raise InputError("times", "holds no workers", "give one array of iteration ends per worker")
     empty_workers = np.flatnonzero(np.diff(pointers) == 0)
     if len(empty_workers):
         raise InputError(f"times[{empty_workers[0]}]", "holds no iteration ends", "every worker needs at least one")
-    is_wrong = ~np.isfinite(end_s)
-    if not is_wrong.any():
-        is_wrong[1:] = end_s[1:] < end_s[:-1]
-        is_wrong[pointers[:-1]] = False  # a worker's first end follows another worker's last
+    is_infinite = ~np.isfinite(end_s)
+    if is_infinite.any():
+        raise InputError(
+            _name_of_first(is_infinite, pointers), "is not finite", "iteration ends must be finite seconds"
+        )
+    goes_back = np.zeros(len(end_s), dtype=bool)
+    goes_back[1:] = end_s[1:] < end_s[:-1]
+    goes_back[pointers[:-1]] = False  # a worker's first end follows another worker's last
+    if goes_back.any():
         problem, remedy = "goes backwards in time", "a worker's iteration ends must ascend"
-    else:
-        problem, remedy = "is not finite", "iteration ends must be finite seconds"
-    if is_wrong.any():
-        end_index = int(np.argmax(is_wrong))
-        worker = int(np.searchsorted(pointers, end_index, side="right")) - 1
-        raise InputError(f"times[{worker}][{end_index - pointers[worker]}]", problem, remedy)
+        raise InputError(_name_of_first(goes_back, pointers), problem, remedy)
+
+
+def _name_of_first(mask: Flags, pointers: Ints) -> str:
+    """Return the name for errors, ``times[worker][end]``, of the first end that ``mask`` (N,) marks.
+
+    ``pointers`` (n + 1,): where each worker's ends begin, as in :class:`EndTimes`.
+    """
+    end_index = int(np.argmax(mask))
+    worker = int(np.searchsorted(pointers, end_index, side="right")) - 1
+    return f"times[{worker}][{end_index - pointers[worker]}]"

@@ -115,14 +115,16 @@ class Rounds:
     def starts_s(self, rounds: int) -> list[float]:
         """Return when each fragment is sent, in seconds from the first step on: ``rounds * fragments`` times in order."""
         islands = [_Island(step_s) for step_s in self.step_s]
-        link_free_s, starts = 0.0, []
+        link_free_s = 0.0
+        starts: list[float] = []
         for number in range(rounds * self.fragments):
             round_number, fragment = divmod(number, self.fragments)
             # by island, the number of inner steps since the start after which this fragment is sent
             sent_after = [round_number * steps + (fragment + 1) * steps // self.fragments for steps in self.every]
             arrivals_s = [island.come_to(step) for island, step in zip(islands, sent_after, strict=True)]
-            starts.append(max(*arrivals_s, link_free_s))
-            link_free_s = starts[-1] + self.fragment_s
+            start_s = max(*arrivals_s, link_free_s)
+            starts.append(start_s)
+            link_free_s = start_s + self.fragment_s
             for island, step in zip(islands, sent_after, strict=True):
                 island.awaited.append((step + self.overlap, link_free_s))
         return starts

@@ -81,11 +81,11 @@ def predict_ends(
         name = str(worker) if names is None else names[worker]
         if len(recorded) == 0:
             raise InputError(f"worker {name}", "has no recorded iteration length", "predictions need at least one")
-        answer = np.asarray(predictor(recorded, lookahead), dtype=np.float64)
-        if answer.shape not in ((), (1,), (lookahead,)):
-            problem = f"its predictor returned shape {answer.shape}"
+        worker_lengths = np.asarray(predictor(recorded, lookahead), dtype=np.float64)
+        if worker_lengths.shape not in ((), (1,), (lookahead,)):
+            problem = f"its predictor returned shape {worker_lengths.shape}"
             raise InputError(f"worker {name}", problem, f"expected ({lookahead},) or one number")
-        predicted[worker] = answer
+        predicted[worker] = worker_lengths  # one number stands for all iterations
         if not (np.isfinite(predicted[worker]).all() and (predicted[worker] > 0).all()):
             problem = f"its next iterations were predicted to take {predicted[worker].min():g} s"
             raise InputError(f"worker {name}", problem, "iteration lengths must be above zero and finite")

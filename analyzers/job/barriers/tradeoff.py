@@ -41,7 +41,7 @@ def best_barrier(times: Times, *, objective: Objective = "total", max_gap: int |
         times: per worker its iteration ends in seconds, ascending; workers may have unequally many.
         objective: ``waiting``, of the first to arrive: ``max(Z) - min(Z)``; ``total``, of all workers: the sum of
             ``max(Z) - z_p``; ``per_iteration``: that sum over the iterations of all workers.
-        max_gap: None: no bound.
+        max_gap: largest iteration gap; None: no bound.
 
     With a gap of 0 all workers make the same number of iterations. Values that differ by rounding errors are ties. Raises
     InputError for a negative bound, and for ends that :meth:`EndTimes.of` refuses.
@@ -53,7 +53,8 @@ def tradeoff(times: Times, points: int | None = None) -> dict[int, dict[Objectiv
     """Return bound on the iteration gap -> objective -> best barrier, to show the gain of a wider gap.
 
     The bounds go from 0 to the gap of the best barriers without a bound, beyond which nothing improves. ``points``: largest
-    number of bounds, which are spread evenly over the logarithm; None: all. ``times`` and errors as in :func:`best_barrier`.
+    number of bounds, which are spread evenly over the logarithm; None: all. ``times``: per worker its iteration ends in
+    seconds, ascending. Raises InputError for ends that :meth:`EndTimes.of` refuses.
     """
     scan = _Scan(EndTimes.of(times))
     widest_gap = max(scan.best(objective, None).iteration_gap for objective in OBJECTIVES)
@@ -99,14 +100,19 @@ class _Scan:
         if max_gap is not None and max_gap < 0:
             raise InputError("max_gap", f"is {max_gap}", "the bound on the iteration gap is 0 or more")
         in_use_s = self._moments(max_gap)
+        # (k,) the value of each candidate, and the difference up to which two values count as equal
         if objective == "waiting":
-            objective_values, rounding = self._longest(in_use_s), self.ends.rounding_s
+            objective_values = self._longest(in_use_s)
+            rounding = self.ends.rounding_s
         else:
             objective_values, iterations = self._total(in_use_s)
             horizon_s = float(self.barriers_s[-1]) - self.base_s
             rounding = self.ends.workers * (self.ends.rounding_s + _RELATIVE * horizon_s)
-            if objective == "per_iteration":  # the first barrier has the fewest iterations, and so the largest error
-                objective_values, rounding = objective_values / iterations, rounding / float(iterations[0])
+            if objective == "per_iteration":
+                objective_values = objective_values / iterations
+                rounding /= float(
+                    iterations[0]
+                )  # the first barrier has the fewest iterations, and so the largest error
         choice = int(np.argmax(objective_values <= objective_values.min() + rounding))
         return self.ends.barrier(self.ends.count(in_use_s <= self.barriers_s[choice]))
 

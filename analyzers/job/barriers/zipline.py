@@ -35,7 +35,7 @@ def gridscan(times: Times) -> Barrier:
 
     For a pivot every worker chooses its nearest end. Ties go to the barrier with the earliest pivot, to the earlier of two
     equally near ends, and, of workers with the same first end, to the one whose ends come first in lexicographic order.
-    ``times`` and errors as in :func:`zipline`.
+    ``times``: per worker its iteration ends in seconds, ascending. Raises InputError as :func:`zipline` does.
     """
     ends = EndTimes.of(times)
     rows = [ends.row(int(worker)) for worker in np.flatnonzero(ends.first_s == ends.first_s.min())]
@@ -43,7 +43,11 @@ def gridscan(times: Times) -> Barrier:
 
 
 def full_gridscan(times: Times) -> Barrier:
-    """Return FullGridScan's barrier: the best over the ends of all workers as pivots; ties as in :func:`gridscan`."""
+    """Return FullGridScan's barrier: the best over the ends of all workers as pivots.
+
+    For a pivot every worker chooses its nearest end. Ties go to the barrier with the earliest pivot, and to the earlier of two
+    equally near ends. ``times``: per worker its iteration ends in seconds, ascending.
+    """
     ends = EndTimes.of(times)
     return _best_pivot(ends, np.sort(ends.end_s))
 

@@ -81,8 +81,10 @@ def diagnose(run: RankSteps, source: str, feeds: Feeds | None = None) -> Straggl
     Findings are in the order of falling cost; where no rank is to blame, a slow link is searched for. ``source``: how the steps
     were measured, for the result; ``feeds``: files to name in the remedies, None: the default names.
     """
-    # Judged are spans from one meeting of the ranks to the next; the parts are shown of whole steps.
-    feeds, whole_run, run = feeds or Feeds(), run, run.between_meetings()
+    feeds = feeds or Feeds()
+    # Ranks are judged by the spans from one point where they wait for each other to the next; parts are shown of whole steps.
+    whole_run = run
+    run = run.between_meetings()
     step_s = np.median(run.step_s, axis=0)
     mean_step_s = float(step_s.mean())
     rest_s = np.maximum(step_s - run.own_s.max(axis=0), 0.0)
@@ -94,7 +96,8 @@ def diagnose(run: RankSteps, source: str, feeds: Feeds | None = None) -> Straggl
     if not findings and (link := _slow_link(run, mean_step_s)) is not None:
         findings.append(link)
     ideal_step_s, without_worst_s = _ideal_steps(run, rest_s)
-    slowdown, waiting_share = mean_step_s / ideal_step_s, float(run.wait_s.mean() / mean_step_s)
+    slowdown = mean_step_s / ideal_step_s
+    waiting_share = float(run.wait_s.mean() / mean_step_s)
     nobody = f"No rank holds the others up: waiting takes {waiting_share:.0%} of a step, by turns."
     return StragglersResult(
         source=source,
@@ -148,7 +151,8 @@ def _ideal_steps(run: RankSteps, rest_s: Floats) -> tuple[float, float]:
 def _class_step_s(run: RankSteps, name: str, rest_s: Floats) -> float:
     """Return the mean step in seconds if only the part ``name`` varied and the others took their mean over ranks and steps.
 
-    Divided by the ideal step it is the slowdown that this part alone causes. ``rest_s`` (K,) as in :func:`_ideal_steps`.
+    Divided by the ideal step it is the slowdown that this part alone causes. ``rest_s`` (K,): what each step takes beyond the
+    slowest rank's own work, in seconds.
     """
     other = sum(float(values.mean()) for part, values in run.parts.items() if part != name)
     return float(run.parts[name].max(axis=0).mean() + other + np.median(rest_s))
@@ -177,9 +181,12 @@ def _finding(
     """Return the finding about a rank; None where it does not hold the others up beyond chance.
 
     Args:
+        run: the steps of all ranks.
+        row: index of the rank in ``run``.
         excess: (K,) the rank's own work above the median of the others, in seconds.
-        gains: (R, K) what each step would save by each rank, in seconds.
+        gains: (R, K) what each step would save if each rank were as fast as the median of the others, in seconds.
         step_s: (K,) step times in seconds.
+        feeds: files that the commands in the remedy read.
     """
     share = float(gains[row].sum()) / float(step_s.sum())
     is_slow = (excess > max(_LEAST_EXCESS * float(step_s.mean()), _OF_WORST * float(excess.max()))) & (gains[row] > 0)
@@ -194,12 +201,14 @@ def _finding(
     part = max(parts, key=lambda name: parts[name])
     cause = _cause(run, row, excess, is_slow, pattern, part)
     # Where one part of the computation has less than 80 % of its excess, the sentence names the computation as a whole.
-    shown_part = (
-        "compute" if part in COMPUTE and parts[part] < 0.8 * sum(parts.get(name, 0.0) for name in COMPUTE) else part
-    )
-    names = [name for name in run.parts if name in COMPUTE] if shown_part == "compute" else [part]
+    shown_part = part
+    names = [part]
+    if part in COMPUTE and parts[part] < 0.8 * sum(parts.get(name, 0.0) for name in COMPUTE):
+        shown_part = "compute"
+        names = [name for name in run.parts if name in COMPUTE]
     part_s: Floats = np.sum([run.parts[name] for name in names], axis=0)
-    own_s, others_s = float(part_s[row][is_slow].mean()), float(_median_of_others(part_s, row)[is_slow].mean())
+    own_s = float(part_s[row][is_slow].mean())
+    others_s = float(_median_of_others(part_s, row)[is_slow].mean())
     ratio = own_s / others_s if others_s > 0 else None
     remedy, predicted, command = _remedy(run, cause, share, float(np.median(gains[row] / step_s)), feeds)
     finding = StragglerFinding(
@@ -329,28 +338,30 @@ def _cause(run: RankSteps, row: int, excess: Floats, slow: Flags, pattern: str, 
     """
     if part == "input":
         return "slow input"
-    gap_s, is_seldom = 0.0, pattern != "persistent" and slow.mean() <= _SELDOM
+    gap_s = 0.0  # by which the rank's longest gap without compute exceeds that of the others
     if run.gap_s is not None:
         gap_s = float((run.gap_s[row] - _median_of_others(run.gap_s, row))[slow].mean())
-        is_seldom = is_seldom and gap_s >= 0.6 * float(excess[slow].mean())
+        looks_paused = gap_s >= 0.6 * float(excess[slow].mean())
     else:  # telemetry has no gaps: pauses are single slow steps, without more work than the others
         has_more_work = (
             run.work is not None and (run.work[row] > _NOISE_RATIO * _median_of_others(run.work, row))[slow].any()
         )
-        is_seldom = is_seldom and not has_more_work and not (slow[1:] & slow[:-1]).any()
-    if is_seldom:
+        looks_paused = not has_more_work and not (slow[1:] & slow[:-1]).any()
+    if looks_paused and pattern != "persistent" and slow.mean() <= _SELDOM:
         return "pauses"
     if part == "host":
         return "slow host"
     if _is_drifting(excess):
         return "thermal drift"
-    compute_s, others_s = run.compute_s[row][slow].mean(), _median_of_others(run.compute_s, row)[slow].mean()
+    compute_s = run.compute_s[row][slow].mean()
+    others_s = _median_of_others(run.compute_s, row)[slow].mean()
     ratio = float(compute_s / max(others_s, _TINY_S))
     if run.work is not None:
         others_work = max(_median_of_others(run.work, row)[slow].mean(), _TINY_S)
         work_ratio = float(run.work[row][slow].mean() / others_work)
         # the extra work must explain at least 30 % of the extra time
-        return "uneven work" if work_ratio > _NOISE_RATIO and work_ratio - 1 >= 0.3 * (ratio - 1) else "slow device"
+        is_explained = work_ratio > _NOISE_RATIO and work_ratio - 1 >= 0.3 * (ratio - 1)
+        return "uneven work" if is_explained else "slow device"
     if run.gap_s is not None and gap_s >= 0.3 * float(excess[slow].mean()):
         return "slow device"  # it pauses within its own computation
     optimizer_s = run.parts.get("optimizer")
@@ -379,12 +390,12 @@ def _is_drifting(excess: Floats) -> bool:
         return False
     padded = np.concatenate([excess[:1], excess, excess[-1:]])
     values: Floats = np.median([padded[:-2], padded[1:-1], padded[2:]], axis=0)
-    third, index = count // 3, np.arange(count)
-    if (
-        np.ptp(values) == 0.0
-        or pd.Series(values).rank().corr(pd.Series(index)) < 0.6
-        or np.median(values[-third:]) < 1.5 * np.median(values[:third])
-    ):
+    third = count // 3
+    index = np.arange(count)
+    if np.ptp(values) == 0.0:
+        return False
+    rank_correlation = pd.Series(values).rank().corr(pd.Series(index))  # Spearman's, of excess and time
+    if rank_correlation < 0.6 or np.median(values[-third:]) < 1.5 * np.median(values[:third]):
         return False
     line_residual = float(((values - np.polyval(np.polyfit(index, values, 1), index)) ** 2).sum())
     jump_residuals = (
@@ -402,7 +413,8 @@ def _slow_link(run: RankSteps, mean_step_s: float) -> StragglerFinding | None:
     exposed = float(run.exposed_s.mean(axis=1).max() / mean_step_s)
     if run.late_s is None or run.late_s.shape[1] < _FEWEST_LINK or exposed < _LINK_SHARE:
         return None
-    median_late_s, ranks = np.median(run.late_s, axis=1), len(run.ranks)
+    ranks = len(run.ranks)
+    median_late_s = np.median(run.late_s, axis=1)  # (R,)
     row, second_row = np.argsort(-median_late_s)[:2].tolist()
     end_rows = [row]
     if median_late_s[second_row] >= 0.5 * median_late_s[row] and ranks > 2:
@@ -414,7 +426,8 @@ def _slow_link(run: RankSteps, mean_step_s: float) -> StragglerFinding | None:
     others_late = np.delete(run.late_s, end_rows, axis=0)
     margin_s = run.late_s[end_rows].min(axis=0) - np.median(others_late, axis=0)
     # A busy machine also wakes some rank later than others, but not always the same one, and not by so much.
-    typical_margin_s, next_s = float(np.median(margin_s)), float(np.median(others_late, axis=1).max())
+    typical_margin_s = float(np.median(margin_s))
+    next_s = float(np.median(others_late, axis=1).max())  # of the rank that is latest among the others
     if typical_margin_s < _LATE_SHARE * mean_step_s or (margin_s > 0.5 * typical_margin_s).mean() < _OFTEN:
         return None
     if len(end_rows) == 1 and median_late_s[end_rows[0]] < TIMES_THE_OTHERS * next_s:
@@ -459,7 +472,7 @@ def balanced_gain(run: RankSteps) -> float:
 def _remedy(
     run: RankSteps, cause: str, share: float, median_share: float, feeds: Feeds
 ) -> tuple[str, float | None, str | None]:
-    """Return the remedy in words, the share of a step that it is predicted to gain, and the command.
+    """Return (remedy in words, share of a step that it is predicted to gain, command to run).
 
     Args:
         cause: as :func:`_cause` returns it.
@@ -476,12 +489,11 @@ def _remedy(
         command = f"ddltool balance {feeds.speeds}"
         return f"Balanced batches would win {gain:.0%} back (predicted){follow_up}: {command}", gain, command
     if cause == "pauses":
-        command, advice = f"ddltool barrier {feeds.ends}", _PAUSES
+        command = f"ddltool barrier {feeds.ends}"
+        advice = _PAUSES
     else:
-        command, advice = (
-            f"ddltool plan job.yaml --telemetry {feeds.telemetry}",
-            _INPUT if cause == "slow input" else _HOST,
-        )
+        command = f"ddltool plan job.yaml --telemetry {feeds.telemetry}"
+        advice = _INPUT if cause == "slow input" else _HOST
     return f"{advice} That wins up to {share:.0%} (predicted). What else would help: {command}", share, command
 
 

@@ -47,7 +47,8 @@ def ledger(frame: pd.DataFrame, where: str) -> Ledger | None:
         return None
     defaults = dict.fromkeys(("start_s", "checkpoint_s", "restarts"), 0.0)  # columns that may be missing
     rows = rows.reindex(columns=[*rows, *sorted(defaults.keys() - set(rows))]).fillna(defaults)
-    rows["run"], rows["begin_s"] = runs_of(frame), rows["end_s"] - rows["step_s"]
+    rows["run"] = runs_of(frame)
+    rows["begin_s"] = rows["end_s"] - rows["step_s"]
     job: list[pd.DataFrame] = []
     for run_number in sorted(rows["run"].unique(), reverse=True):
         run = rows[rows["run"] == run_number]
@@ -65,15 +66,17 @@ def ledger(frame: pd.DataFrame, where: str) -> Ledger | None:
 def _ledger_of_job(job: list[pd.DataFrame], where: str) -> Ledger:
     """Return the ledger of one job from its runs in the order of time.
 
-    A step that a later run makes again counts as lost work. A run lasts until the next one begins, and its parts (seconds) are
-    means over its ranks, so that the parts of all runs add up to the wall clock. ``where`` is the telemetry file, for the
-    commands in the advice.
+    ``job``: one table of telemetry per run, with a row per step and rank, and its begin on the clock in ``begin_s``. A step
+    that a later run makes again counts as lost work. A run lasts until the next one begins, and its parts (seconds) are means
+    over its ranks, so that the parts of all runs add up to the wall clock. ``where`` is the telemetry file, for the commands in
+    the advice.
     """
     seconds = dict.fromkeys(PARTS, 0.0)
-    begins_s = [float(run["begin_s"].min()) for run in job]
-    begins_s[0] = start_s = float((job[0]["begin_s"] - job[0]["start_s"]).min())
+    start_s = float((job[0]["begin_s"] - job[0]["start_s"]).min())
+    begins_s = [start_s, *(float(run["begin_s"].min()) for run in job[1:])]
     ends_s = [*begins_s[1:], float(job[-1]["end_s"].max())]
-    in_steps_s, kept_steps, lost_steps, checkpoints = 0.0, 0, 0, 0
+    in_steps_s = 0.0
+    kept_steps = lost_steps = checkpoints = 0
     for number, run in enumerate(job):
         # steps from here on were lost: a later run began at or before them
         first_redone = min((float(later["step"].min()) for later in job[number + 1 :]), default=math.inf)
@@ -134,7 +137,8 @@ def _parts_of_rank(
     parts_s[CHECKPOINT] = float(rank_rows["checkpoint_s"].sum())
     # The checkpoint in the first row was made before that row, and is already counted as checkpoint.
     parts_s[RESTART] = float(rank_rows["begin_s"].min()) - begin_s - float(rank_rows["checkpoint_s"].iloc[0])
-    parts_s[RESTART] += 0.0 if is_last else end_s - float(rank_rows["end_s"].max())
+    if not is_last:
+        parts_s[RESTART] += end_s - float(rank_rows["end_s"].max())
     parts_s[REST] = end_s - begin_s - sum(parts_s.values())
     return parts_s
 
@@ -196,13 +200,15 @@ def _save_by_daly(account: Ledger, _: pd.DataFrame, __: str) -> str:
     if not account.checkpoints:
         return "no checkpoint is told of: save within hook.checkpoint(), and plan --mtbf says how often"
     failures_seen = account.starts - 1
-    mtbf_s, checkpoint_s = account.wall_s / max(failures_seen, 1), account.parts_s[CHECKPOINT] / account.checkpoints
+    mtbf_s = account.wall_s / max(failures_seen, 1)
+    checkpoint_s = account.parts_s[CHECKPOINT] / account.checkpoints
     rate_text = "one failure in such a time"
     if failures_seen:
         rate_text = f"{counted(failures_seen, 'failure')} in {show_seconds(account.wall_s)}"
-    now, best = show_seconds(trained_s / account.checkpoints), show_seconds(daly_s(checkpoint_s, mtbf_s))
+    present_interval = show_seconds(trained_s / account.checkpoints)
+    best_interval = show_seconds(daly_s(checkpoint_s, mtbf_s))
     cost = show_seconds(checkpoint_s)
-    return f"a checkpoint ({cost}) every {best} of training, by Daly for {rate_text}; now every {now}"
+    return f"a checkpoint ({cost}) every {best_interval} of training, by Daly for {rate_text}; now every {present_interval}"
 
 
 # Avoidable part -> function that returns the advice against it, from the ledger, the job's rows and their file.

@@ -205,7 +205,8 @@ class Pipeline:
         after the last compute or beyond the model's first or last chunk: these stay unpaired.
         """
         for (way, side), delta in _TO_PEER.items():
-            transfers, compute = self._ops_by_start(stage, f"{way}-{side}"), self._ops_by_start(stage, f"{way}-compute")
+            transfers = self._ops_by_start(stage, f"{way}-{side}")
+            compute = self._ops_by_start(stage, f"{way}-compute")
             if not compute:
                 continue
             last_start_s = max(self.start[op] for op in compute)
@@ -226,7 +227,8 @@ class Pipeline:
                     self.needs[op].add(own_compute)
                 else:
                     self.needs[own_compute].add(op)
-                    if (previous_compute := (own_compute[0], compute_index - 1, stage)) in self.number:
+                    previous_compute = (own_compute[0], compute_index - 1, stage)
+                    if previous_compute in self.number:
                         self.needs[op].add(previous_compute)
                 peer_chunk = self.operations.chunk[own_compute][1] + delta
                 if not 0 <= peer_chunk < self.chunks * self.stages:  # the model begins or ends here: no peer
@@ -286,10 +288,12 @@ class Pipeline:
         They are garbage collection, the norms' and embeddings' gradients, the reduction of gradients, clip and optimizer.
         """
         before = [max(compute, key=self.end.__getitem__)] if compute else []
-        if collections := self._ops_by_start(stage, "gc"):
+        collections = self._ops_by_start(stage, "gc")
+        if collections:
             self._chain(collections, before)
             before = collections[-1:]
-        reductions, scatters = self._ops_by_start(stage, _SEPARATE), self._ops_by_start(stage, _SCATTER)
+        reductions = self._ops_by_start(stage, _SEPARATE)
+        scatters = self._ops_by_start(stage, _SCATTER)
         if reductions and scatters:
             # scatters depend on their chunks' backward passes (:meth:`_tie_to_chunks`), so the update only waits for the last
             before = [*before, max(scatters, key=lambda op: op[1])]
@@ -319,7 +323,8 @@ class Pipeline:
         A negative duration above -10 ms is kept, because clocks of machines may differ by that much, and then the peer's
         duration is too long by as much. At or below -10 ms clocks cannot explain it, and the duration becomes 0.
         """
-        start_s, durations_s = self.operations.start_s, self.operations.duration_s.copy()
+        start_s = self.operations.start_s
+        durations_s = self.operations.duration_s.copy()
         end_s = start_s + durations_s
         for group in self.groups:
             rows = [self.number[op] for op in group]
@@ -371,7 +376,8 @@ def what_if(operations: Operations) -> StragglersResult:
     pipeline = Pipeline(operations)
     real = pipeline.transfer_s()
     ideal = ideal_s(operations, real)
-    actual_s, ideal_step_s = float(pipeline.play(real).mean()), float(pipeline.play(ideal).mean())
+    actual_s = float(pipeline.play(real).mean())
+    ideal_step_s = float(pipeline.play(ideal).mean())
     all_chosen = np.ones(real.shape[:2], dtype=bool)
 
     def slowdown_of(chosen: Flags) -> float:
@@ -465,10 +471,10 @@ def _finding(
         worker_s = operations.duration_s[rows, replica].mean()
         peers_s = np.delete(operations.duration_s[rows], replica, axis=1)
         ratio = float(worker_s / peers_s.mean()) if peers_s.size else None
-        rank, pace = int(operations.rank[worst]), ""
-        if ratio is not None:
-            pace = f" computes {ratio:.2f}x slower than its peers and"
-        share, command = lost * min(m_w, 1.0), "ddltool plan job.yaml"
+        rank = int(operations.rank[worst])
+        pace = "" if ratio is None else f" computes {ratio:.2f}x slower than its peers and"
+        share = lost * min(m_w, 1.0)
+        command = "ddltool plan job.yaml"
         sentence = (
             f"Rank {rank} (data-parallel rank {replica}, stage {stage}){pace} explains {m_w:.0%} of the slowdown: {share:.0%} "
             f"of every step (slow device). Take it out of the job, or give its replica less: {command}"

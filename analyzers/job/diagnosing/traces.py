@@ -87,7 +87,9 @@ def of_traces(paths: Sequence[Path], advance: Callable[[int, str], None] = lambd
     known_ranks = [
         rank.trace.rank if rank.trace.rank is not None else _rank_in_name(rank.trace.where) for rank in ranks_seen
     ]
-    ranks = [index if None in known_ranks else int(name or 0) for index, name in enumerate(known_ranks)]
+    ranks = [rank for rank in known_ranks if rank is not None]
+    if len(ranks) < len(ranks_seen):  # some file tells no rank
+        ranks = list(range(len(ranks_seen)))
     for index, rank in enumerate(ranks):
         if rank in ranks[:index]:
             raise InputError(
@@ -133,7 +135,8 @@ class _Activity:
             is_wanted = np.array([pattern.match(name) is not None for name in trace.names], dtype=bool)[spans.key]
             return np.stack([spans.start_s[is_wanted], (spans.start_s + spans.duration_s)[is_wanted]])
 
-        inputs, optimizers = union(spans_of(_INPUT)), union(spans_of(_OPTIMIZER))
+        inputs = union(spans_of(_INPUT))
+        optimizers = union(spans_of(_OPTIMIZER))
         operators = spans_of(_OPERATOR)
         middle = operators.mean(axis=0)  # unlike a start, it cannot coincide with the end of another span
         return cls(
@@ -164,15 +167,18 @@ class _Activity:
         blocks the rank.
         """
         backward = self.backwards[:, (self.backwards[0] >= low) & (self.backwards[0] < high)]
-        backward_start, backward_end = (backward[0].min(), backward[1].max()) if backward.size else (high, high)
-        forward_starts = self.forward_calls[(self.forward_calls >= low) & (self.forward_calls < backward_start)]
+        backward_start = backward[0].min() if backward.size else high
+        backward_end = backward[1].max() if backward.size else high
+        forward_calls = self.forward_calls[(self.forward_calls >= low) & (self.forward_calls < backward_start)]
+        forward_start = forward_calls.min() if forward_calls.size else backward_start
+        blocked_intervals = [[start for start, _, _ in blocked], [end for _, end, _ in blocked]]
         return [
-            (_HOST, np.array([[low], [high]])),
-            (_FORWARD, np.array([[forward_starts.min() if forward_starts.size else backward_start], [backward_start]])),
+            (_HOST, np.array([[low], [high]])),  # what no other phase covers
+            (_FORWARD, np.array([[forward_start], [backward_start]])),
             (_BACKWARD_PART, np.array([[backward_start], [backward_end]])),
             (_OPTIMIZER_PART, clipped(self.optimizers, low, high)),
             (_INPUT_PART, clipped(self.inputs, low, high)),
-            (_BLOCKED, np.array([[row[0] for row in blocked], [row[1] for row in blocked]]).reshape(2, -1)),
+            (_BLOCKED, np.array(blocked_intervals).reshape(2, -1)),
         ]
 
     def seconds(self, windows: list[tuple[int, Floats]], begin: float, end: float) -> Floats:
@@ -193,13 +199,13 @@ class _Activity:
         A pause is one of ``gaps`` (2, m), in which nothing computes, that neither overlaps a ``blocked`` interval nor lies in a
         wait for the loader.
         """
-        lengths = (
-            min(stop, end) - max(start, begin)
-            for start, stop in gaps.T.tolist()
-            if not any(blocked_start < stop and blocked_end > start for blocked_start, blocked_end, _ in blocked)
-            and not _is_inside(np.array([(start + stop) / 2]), self.inputs)[0]
-        )
-        return max(lengths, default=0.0)
+        lengths_s: list[float] = []
+        for start, stop in gaps.T.tolist():
+            is_blocked = any(blocked_start < stop and blocked_end > start for blocked_start, blocked_end, _ in blocked)
+            waits_for_loader = _is_inside(np.array([(start + stop) / 2]), self.inputs)[0]
+            if not is_blocked and not waits_for_loader:
+                lengths_s.append(min(stop, end) - max(start, begin))
+        return max(lengths_s, default=0.0)
 
 
 def _split_rank(trace: RankTrace) -> _Rank:
@@ -208,13 +214,16 @@ def _split_rank(trace: RankTrace) -> _Rank:
     Parts before and after the end of a step's last collective are separate, because other ranks wait for the latter only in the
     next step.
     """
-    steps, collectives, activity = trace.steps, trace.collectives, _Activity.of(trace)
+    steps, collectives = trace.steps, trace.collectives
+    activity = _Activity.of(trace)
+    own_ends = steps.start_s + steps.length_s
     # A step lasts until the next one starts. The last one has no next (until_s is infinite) and lasts for its own length.
-    ends = np.minimum(steps.until_s, np.where(np.isfinite(steps.until_s), np.inf, steps.start_s + steps.length_s))
+    ends = np.where(np.isfinite(steps.until_s), steps.until_s, own_ends)
     # If the next one starts over 1.5 step lengths later, a step in between was left out, and it lasts for its own length too.
-    ends = np.where(ends - steps.start_s > 1.5 * steps.length_s, steps.start_s + steps.length_s, ends)
+    ends = np.where(ends - steps.start_s > 1.5 * steps.length_s, own_ends, ends)
     count = len(steps.start_s)
-    parts, gap_s = np.zeros((2, 5, count)), np.zeros((2, count))
+    parts = np.zeros((2, 5, count))  # as in _Rank
+    gap_s = np.zeros((2, count))
     blocked: list[tuple[float, ...]] = []
     drawn: list[tuple[float, float, str]] = []
     for k, (step_start, step_end) in enumerate(zip(steps.start_s.tolist(), ends.tolist(), strict=True)):
@@ -274,7 +283,8 @@ def _device_parts(kernels: Floats, busy: Floats, edges: Floats, label: Indices) 
         edges: (n + 1,) limits of the pieces of the span, from :func:`_label_pieces`.
         label: (n,) part of each piece.
     """
-    parts, length = np.zeros(5), np.diff(edges)
+    parts = np.zeros(5)
+    length = np.diff(edges)
     if not len(label):
         return parts
     step_kernels = kernels[:, (kernels[0] >= edges[0]) & (kernels[0] < edges[-1])]
@@ -319,7 +329,8 @@ def _blocked_intervals(gaps: Floats, collectives: Floats, device: bool) -> list[
         last_end = float(collectives[2, last])
         if gap_end - last_end > max(_WAKES_S, _WAKES_SHARE * gap_s):  # nor do those that end well before
             continue
-        begin, end = max(gap_start, float(collectives[1, overlapping].min())), min(gap_end, last_end)
+        begin = max(gap_start, float(collectives[1, overlapping].min()))
+        end = min(gap_end, last_end)
         if end > begin:
             blocked.append((begin, end, int(last)))
     return blocked
@@ -348,12 +359,12 @@ def _align_ranks(ranks_seen: list[_Rank], ranks: tuple[int, ...]) -> RankSteps:
     nodes = tuple(rank.trace.node for rank in ranks_seen)
     one_clock = len(set(nodes)) == 1 and nodes[0] != "" and np.ptp(shift) < _ONE_CLOCK_S
     # On one clock the ends of collectives show which rank sees them late; on several clocks they align these instead.
-    offsets, late = np.zeros(len(ranks_seen)), None
+    offsets = np.zeros(len(ranks_seen))
+    late = None
     if not matched:
-        remark = (
+        remarks.append(
             "no collective is in all its ranks' traces: clocks are not aligned, and all blocked time counts as waiting"
         )
-        remarks.append(remark)
     elif not one_clock:
         offsets = _offsets(end)
     else:
@@ -409,7 +420,8 @@ def _select_steps(
     last_start_s = np.array([came_last.get(key, np.inf) for key in rank.keys])
     at_step, low, high, collective = rank.blocked
     waits_s = np.clip(last_start_s[collective.astype(int)] - (low + move), 0.0, high - low)
-    count, step = rank.step.shape[1], at_step.astype(int)
+    count = rank.step.shape[1]
+    step = at_step.astype(int)
     wait_s = np.bincount(step, weights=waits_s, minlength=count).astype(np.float64)
     blocked_s = np.bincount(step, weights=high - low, minlength=count).astype(np.float64)
     columns = (wait_s, blocked_s - wait_s, rank.step[2], rank.work, rank.parts, rank.gap_s)

@@ -53,6 +53,8 @@ def verify(
     plan, for a plan without compute times and no models, and for a device that no model knows.
 
     Args:
+        plan: the plan that the run should have followed.
+        run: what the run's telemetry says, rank by rank.
         models: device type -> fitted model, or "" -> model for all types; they predict compute and synchronisation instead of
             the plan, for a run on other devices than planned.
         model_error: relative error of the models; None: not known.
@@ -64,7 +66,9 @@ def verify(
         raise InputError("telemetry", problem, "give the telemetry of a run of this plan")
     rank_assignments = [row for row in plan.assignments for _ in range(row.devices)]  # a plan's row is of several ranks
     known_models = dict(models or {})
-    known_error = model_error if known_models else None if plan.decision is None else plan.decision.error
+    known_error = None if plan.decision is None else plan.decision.error
+    if known_models:
+        known_error = model_error
     present_ranks = {rank.rank for rank in run.ranks}
     missing_ranks = [rank for rank in range(plan.world_size) if rank not in present_ranks]
     checks = [_verify_rank(rank_assignments[rank.rank], rank, known_models) for rank in run.ranks]
@@ -75,12 +79,16 @@ def verify(
         sync_s = max(_exposed_s(model, run, compute_s) for model in known_models.values())
     elif sync_s is None and plan.strategy == "goodput":
         sync_s = max(0.0, plan.iteration_s - compute_s)
-    sync_s = None if sync_s is None else _without_rounding(sync_s, compute_s)
-    other_s = None if known_models or plan.other_s is None else _without_rounding(plan.other_s, compute_s)
+    if sync_s is not None:
+        sync_s = _without_rounding(sync_s, compute_s)
+    other_s = None  # models say nothing of it
+    if not known_models and plan.other_s is not None:
+        other_s = _without_rounding(plan.other_s, compute_s)
     predicted_s = compute_s + (sync_s or 0.0) + (other_s or 0.0)
     if plan.strategy == "elastic-bsp":  # its workers do not step in unison, and the plan predicts their joint step
         run = _joint_step(plan, run)
-        predicted_s, sync_s = plan.iteration_s, 0.0
+        predicted_s = plan.iteration_s
+        sync_s = 0.0
     error = predicted_s / run.iteration_s - 1
     accepted = ACCEPTED if max_error is None else max_error
     elsewhere = any(check.other_device for check in checks)  # then times of steps are not the plan's to explain
@@ -119,15 +127,21 @@ def _joint_step(plan: Plan, run: Run) -> Run:
     The quartiles are over the parts of the run, which are spans of consecutive steps of each rank.
     """
     step_s = plan.max_workers / sum(1 / rank.mean_step_s for rank in run.ranks)
-    parts = zip(*(rank.parts_s for rank in run.ranks), strict=False)  # ranks' parts of about the same stretch of time
-    part_steps_s = [plan.max_workers / sum(1 / part_s for part_s in part) for part in parts]
-    low_s, high_s = np.quantile(part_steps_s, (0.25, 0.75)).tolist()
-    ends = {"iteration_low_s": min(low_s, step_s), "iteration_high_s": max(high_s, step_s)}
-    return replace(run, iteration_s=step_s, sync_s=0.0, **ends)
+    # for each span of about the same time, the mean step of every rank in it
+    spans = zip(*(rank.parts_s for rank in run.ranks), strict=False)
+    span_steps_s = [plan.max_workers / sum(1 / rank_step_s for rank_step_s in span) for span in spans]
+    low_s, high_s = np.quantile(span_steps_s, (0.25, 0.75)).tolist()
+    return replace(
+        run,
+        iteration_s=step_s,
+        sync_s=0.0,
+        iteration_low_s=min(low_s, step_s),
+        iteration_high_s=max(high_s, step_s),
+    )
 
 
 def _remedy_for(checks: Sequence[VerifiedRank]) -> str:
-    """Return the remedy for wrong figures: plan again where the run was on the planned devices, else fit again."""
+    """Return the remedy for wrong figures, in words: plan again where all ranks ran on the planned devices, else fit again."""
     if all(check.device == check.planned_device for check in checks):
         return "plan again with --telemetry and this file"
     # "alone", because rows of an older profile would be averaged with the run's
@@ -164,7 +178,10 @@ def _verify_rank(assignment: Assignment, rank: RankRun, models: Mapping[str, Thr
 
 
 def _exposed_s(model: ThroughputParams, run: Run, compute_s: float) -> float:
-    """Return the seconds of synchronisation that, by the model, ``compute_s`` does not hide (Pollux, section 3.2)."""
+    """Return the seconds of synchronisation in a step of ``run`` that its compute, of ``compute_s`` seconds, does not hide.
+
+    It is what the fitted ``model`` says (Pollux, section 3.2).
+    """
     sync_s = float(sync_time_s(model, run.num_nodes, run.world_size))
     exposed_s = float(overlapped(compute_s, sync_s, model.gamma)) - compute_s
     return _without_rounding(exposed_s, compute_s)
@@ -176,9 +193,14 @@ def _without_rounding(part_s: float, compute_s: float) -> float:
 
 
 def _deviations(checks: Sequence[VerifiedRank], missing: Sequence[int]) -> Iterator[str]:
-    """Yield the sentences on deviations from the plan: missing ranks, ranks on other devices or with other batches."""
+    """Yield the sentences on deviations from the plan: missing ranks, ranks on other devices or with other batches.
+
+    ``checks``: the ranks that the telemetry has; ``missing``: numbers of the others.
+    """
     if missing:
-        ranks_text = ", ".join(map(str, missing[:_RANKS_NAMED])) + (", ..." if len(missing) > _RANKS_NAMED else "")
+        ranks_text = ", ".join(map(str, missing[:_RANKS_NAMED]))
+        if len(missing) > _RANKS_NAMED:
+            ranks_text += ", ..."
         noun = "rank" if len(missing) == 1 else "ranks"
         share = f"{len(missing)} of {len(checks) + len(missing)} processes"
         yield f"no rows of {noun} {ranks_text} ({share}): this is only part of the run; give the telemetry of all"

@@ -57,8 +57,9 @@ def summarise(
         step_times_s = medians["step_time_s"].to_numpy(dtype=float)
         peak_bytes = medians["peak_memory_bytes"].to_numpy(dtype=float) if "peak_memory_bytes" in medians else None
         origin: str | None = "measured"
-        memory_limit_batch = (measured_limits or {}).get(str(device))
-        if measured_limits is None or str(device) not in measured_limits:
+        if measured_limits is not None and str(device) in measured_limits:
+            memory_limit_batch = measured_limits[str(device)]
+        else:
             memory_limit_batch = _memory_limit(batches, peak_bytes, memory_limit_bytes)
             origin = "extrapolated" if memory_limit_batch is not None else None
         linear = _linear_part(batches, step_times_s)
@@ -79,7 +80,8 @@ def _saturating_batch(batches: Floats, step_times_s: Floats) -> int:
     ``batches`` (n,) in samples, ascending; ``step_times_s`` (n,) of each.
     """
     samples_per_s = batches / step_times_s
-    return int(batches[np.flatnonzero(samples_per_s >= SATURATED * samples_per_s.max())[0]])
+    saturating = batches[samples_per_s >= SATURATED * samples_per_s.max()]
+    return int(saturating[0])
 
 
 def _linear_part(batches: Floats, step_times_s: Floats) -> tuple[int, float] | None:
@@ -89,7 +91,8 @@ def _linear_part(batches: Floats, step_times_s: Floats) -> tuple[int, float] | N
     """
     for first in range(len(batches) - 2):
         intercept_s, slope_s = fit_line(batches[first:], step_times_s[first:])
-        if np.abs((intercept_s + slope_s * batches[first:]) / step_times_s[first:] - 1).max() <= LINEAR:
+        relative_errors = (intercept_s + slope_s * batches[first:]) / step_times_s[first:] - 1
+        if np.abs(relative_errors).max() <= LINEAR:
             return int(batches[first]), slope_s
     return None
 

@@ -76,7 +76,7 @@ class ElasticLimits:
 
 
 def find_split(total_batch_size: int, world_size: int, limits: ElasticLimits) -> tuple[Split | None, str]:
-    """Return the split with the fewest accumulation steps and "", or None and a text that proves that no split exists.
+    """Return (the split with the fewest accumulation steps, "") or (None, a text that proves that no split exists).
 
     A total batch M can be split into n passes on W ranks, within the limits ``min`` and ``max`` of local batches, exactly where
     ``W n min <= M <= W n max``: the sum of any local batches obeys that, and where it holds, local batches that differ by at
@@ -85,8 +85,10 @@ def find_split(total_batch_size: int, world_size: int, limits: ElasticLimits) ->
     samples, ranks = total_batch_size, world_size
     if samples < 1 or ranks < 1:
         raise InputError("total_batch_size, world_size", f"are {samples}, {ranks}", "give 1 or more")
-    smallest, largest = limits.min_local_batch_size, limits.max_local_batch_size
-    passes, most_passes = _ceil_div(samples, ranks * largest), samples // (ranks * smallest)
+    smallest = limits.min_local_batch_size
+    largest = limits.max_local_batch_size
+    passes = _ceil_div(samples, ranks * largest)  # the fewest, by the inequality on the right
+    most_passes = samples // (ranks * smallest)  # by that on the left
     if passes > most_passes:
         lower_text = f"{ranks} ranks with {passes} x {smallest} samples at least need {ranks * passes * smallest}"
         if passes == 1:
@@ -172,7 +174,8 @@ def _nearest_totals(total: int, world_size: int, limits: ElasticLimits) -> list[
     Every total from ``world_size`` times the least to ``world_size`` times the largest local batch has a split into a single
     pass, so both searches end.
     """
-    smallest, largest = world_size * limits.min_local_batch_size, math.inf
+    smallest = world_size * limits.min_local_batch_size
+    largest = math.inf
     if limits.max_accumulation_steps is not None:
         largest = world_size * (limits.max_accumulation_steps + 1) * limits.max_local_batch_size
     below: Iterable[int] = range(int(min(total - 1, largest)), smallest - 1, -1)

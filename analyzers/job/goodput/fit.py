@@ -80,8 +80,9 @@ def evaluate(params: ThroughputParams, rows: Observations) -> FitError:
     :func:`~.observations.check` refuses the rows.
     """
     check(rows)
-    ratio = np.maximum(predict(params, rows), 1e-300) / rows.step_time_s
-    rmsle, mape = float(np.sqrt(np.mean(np.log(ratio) ** 2))), float(np.mean(np.abs(ratio - 1.0)))
+    ratio = np.maximum(predict(params, rows), 1e-300) / rows.step_time_s  # above 0, so that it has a logarithm
+    rmsle = float(np.sqrt(np.mean(np.log(ratio) ** 2)))
+    mape = float(np.mean(np.abs(ratio - 1.0)))
     return FitError(rmsle=rmsle, mape=mape, samples=len(rows))
 
 
@@ -144,12 +145,15 @@ def _quick_descent(problem: FitProblem, point: Floats) -> Floats:
     ends after 30 steps, when a step lowers the loss by less than a thousandth, or when no step lowers it. Unlike scipy's, it
     has no overhead of milliseconds.
     """
-    free_indices, damping = np.flatnonzero(problem.free), 1e-3
+    free_indices = np.flatnonzero(problem.free)
+    damping = 1e-3
     residuals, jacobian = problem.residuals(point)
     loss = float(residuals @ residuals)
     for _ in range(30):
         free_jacobian = jacobian[:, free_indices]
-        normal_matrix, gradient = free_jacobian.T @ free_jacobian, free_jacobian.T @ residuals
+        normal_matrix = free_jacobian.T @ free_jacobian
+        gradient = free_jacobian.T @ residuals
+        # ``flat`` with this stride is the diagonal
         normal_matrix.flat[:: len(free_indices) + 1] *= 1.0 + damping
         normal_matrix.flat[:: len(free_indices) + 1] += 1e-14  # solvable also where a parameter changes nothing
         trial = point.copy()
@@ -186,9 +190,12 @@ class FitProblem:
     ) -> None:
         """Group the rows by configuration. The prior has no weight until :meth:`set_prior`.
 
-        ``grad_weight`` and ``slope_spread`` as in :func:`fit`.
+        ``grad_weight``: how much an error of T_grad counts beside one of the step, None: by the number of configurations;
+        ``slope_spread``: scale of the prior on ``beta / alpha`` of synchronisation.
         """
-        self.rows, self.slope_spread, self.prior_weight = rows, slope_spread, 0.0
+        self.rows = rows
+        self.slope_spread = slope_spread
+        self.prior_weight = 0.0
         keys = np.stack([rows.num_nodes, rows.num_replicas, rows.local_batch_size, rows.accumulation_steps])
         first_rows, self.member = _distinct(keys)
         if len(first_rows) > MOST_CONFIGURATIONS:
@@ -203,8 +210,10 @@ class FitProblem:
         self.grad_count = float(self.grads.sum())
         default_weight = min(max(GRAD_WEIGHT, GRAD_WEIGHT_FEW / len(first_rows)), 1.0)
         self.grad_weight = default_weight if grad_weight is None else grad_weight
-        self.shared, over_two = self.replicas > 1, self.replicas > 2
-        one_node, many_nodes = self.shared & (self.nodes <= 1), self.shared & (self.nodes > 1)
+        self.shared = self.replicas > 1
+        over_two = self.replicas > 2
+        one_node = self.shared & (self.nodes <= 1)
+        many_nodes = self.shared & (self.nodes > 1)
         batch_varies = self.batch != self.batch[0]
         # For each parameter after alpha_grad, (g,): the configurations whose times depend on it (apart from alpha_grad).
         determining_rows = (batch_varies, one_node, one_node & over_two, many_nodes, many_nodes & over_two, self.shared)
@@ -240,7 +249,8 @@ class FitProblem:
         Rows of one placement (nodes and replicas, more than one) have errors in common, so they count as one.
         """
         placements = np.unique(np.stack([self.nodes, self.replicas])[:, self.shared], axis=1).shape[1]
-        self.prior_weight = 2.0 * max(error or ASSUMED_ERROR, LEAST_ERROR) ** 2 / max(placements, 1)
+        variance = max(error or ASSUMED_ERROR, LEAST_ERROR) ** 2
+        self.prior_weight = 2.0 * variance / max(placements, 1)
 
     def start(self, gamma: float) -> Floats:
         """Return a starting point (7,), the logarithms of the parameters, from the rows and the given gamma.
@@ -337,7 +347,11 @@ class FitProblem:
 
 
 def _distinct(keys: Floats) -> tuple[Ints, Ints]:
-    """Return the index of one column for each distinct column of ``keys`` (k, n), (g,), and each column's place there, (n,)."""
+    """Find the g distinct columns of ``keys`` (k, n).
+
+    Returns (g,) the index of one column of each kind, and (n,) for each column which of these it equals, as an index from 0
+    to g - 1.
+    """
     order = np.lexsort(keys)
     is_new = np.concatenate([[True], (np.diff(keys[:, order]) != 0).any(axis=0)])
     member = np.empty(keys.shape[1], dtype=np.int64)
@@ -362,7 +376,8 @@ def descend(problem: FitProblem, start: Floats, *, fixed: int | None = None) -> 
     is_moving = problem.free.copy()
     if fixed is not None:
         is_moving[fixed] = False
-    moving_indices, point = np.flatnonzero(is_moving), start.copy()
+    moving_indices = np.flatnonzero(is_moving)
+    point = start.copy()
     if not moving_indices.size:
         residuals, _ = problem.residuals(point)
         return Descent(point=point, loss=float(residuals @ residuals), converged=True)
@@ -474,9 +489,9 @@ def parameter_intervals(
     for _ in range(4):  # a profile that meets a better fit than the one it starts from begins again there
         estimated_error, degrees_of_freedom = problem.time_error(best.loss)
         is_assumed = error is None and math.isinf(estimated_error)
-        log_error = max(
-            error or (ASSUMED_ERROR if is_assumed else estimated_error), 1e-9
-        )  # rows without any error would make intervals of width 0, which no search can find
+        log_error = error or (ASSUMED_ERROR if is_assumed else estimated_error)
+        # rows without any error would make intervals of width 0, which no search can find
+        log_error = max(log_error, 1e-9)
         # The normal distribution for a known error, Student's for an estimated one.
         is_known = is_assumed or error is not None
         quantile = ndtri((1 + level) / 2) if is_known else stdtrit(degrees_of_freedom, (1 + level) / 2)
@@ -512,17 +527,18 @@ class _Profile:
         why the rows limit the parameter on neither side; it is "" where they do.
         """
         lowest, highest = (1.0, _LARGEST_GAMMA) if index == GAMMA else (0.0, math.inf)
-        end_logs = (
-            (self._end(index, is_upper=False), self._end(index, is_upper=True))
-            if self.problem.free[index]
-            else (None, None)
-        )
-        low, high = (
-            limit if end is None else math.exp(end) for end, limit in zip(end_logs, (lowest, highest), strict=True)
-        )
-        reason = "" if self.problem.free[index] else _UNSEEN[NAMES[index]]
-        if not reason and end_logs == (None, None):
-            reason = "the rows fit as well with any value"
+        low_log: float | None = None
+        high_log: float | None = None
+        reason = ""
+        if not self.problem.free[index]:
+            reason = _UNSEEN[NAMES[index]]
+        else:
+            low_log = self._end(index, is_upper=False)
+            high_log = self._end(index, is_upper=True)
+            if low_log is None and high_log is None:
+                reason = "the rows fit as well with any value"
+        low = lowest if low_log is None else math.exp(low_log)
+        high = highest if high_log is None else math.exp(high_log)
         return ParameterInterval(low=low, high=high if math.isfinite(high) else None, reason=reason)
 
     def _end(self, index: int, *, is_upper: bool) -> float | None:
@@ -533,7 +549,8 @@ class _Profile:
         double until one is beyond the end; between the last two a root is sought.
         """
         bound = float(self.problem.high[index] if is_upper else self.problem.low[index])
-        centre, point = float(self.start.point[index]), self.start.point.copy()
+        centre = float(self.start.point[index])
+        point = self.start.point.copy()
 
         @cache  # a refit starts where the last one ended, so a second one might give the same value another sign
         def excess(log_value: float) -> float:
@@ -546,9 +563,8 @@ class _Profile:
                 self.best = refitted
             return math.sqrt(max(refitted.loss - self.start.loss, 0.0)) / self.size - self.quantile
 
-        step = min(
-            max(self.quantile * float(self.spread[index]), 1e-7), 2.0
-        )  # not so small that it changes nothing, and at most a factor e^2
+        # not so small that it changes nothing, and at most a factor e^2
+        step = min(max(self.quantile * float(self.spread[index]), 1e-7), 2.0)
         inner = centre
         while inner != bound:
             outer = min(inner + step, bound) if is_upper else max(inner - step, bound)
@@ -557,5 +573,6 @@ class _Profile:
                     return inner  # within rounding of the end
                 tolerance = max(1e-3 * abs(outer - centre), 1e-9)
                 return float(brentq(excess, inner, outer, xtol=tolerance, disp=False))
-            inner, step = outer, step * 2.0
+            inner = outer
+            step *= 2.0
         return None

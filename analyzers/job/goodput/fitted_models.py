@@ -47,15 +47,19 @@ def fit_rows(devices: dict[str, Observations], sources: list[str], holdout: Path
     """
     kept_out = read_rows([holdout]) if holdout is not None else {}
     several_replica_rows = {name: int((rows.num_replicas > 1).sum()) for name, rows in devices.items()}
+    # The lender's fit of the network is taken over by the types that have no rows to fit it from.
     lender = max(several_replica_rows, key=lambda name: several_replica_rows[name])
-    borrowing = {name for name, count in several_replica_rows.items() if count == 0 < several_replica_rows[lender]}
+    borrowing = set[str]()
+    if several_replica_rows[lender]:
+        borrowing = {name for name, count in several_replica_rows.items() if count == 0}
     # Small problems: threads that wait for each other cost more than they bring, above all on a loaded machine.
     with threadpool_limits(1):
         results = {name: fit_device(rows, seed=seed) for name, rows in devices.items()}
         intervals = {name: parameter_intervals(rows, results[name].params) for name, rows in devices.items()}
         for name in borrowing:
-            borrower = results[name], intervals[name]
-            results[name], intervals[name] = _borrow_network(*borrower, results[lender], intervals[lender])
+            results[name], intervals[name] = _borrow_network(
+                results[name], intervals[name], results[lender], intervals[lender]
+            )
     main = max(devices, key=lambda name: len(devices[name]))
     errors = holdout_errors(results, kept_out, str(holdout))
     records = {
@@ -98,9 +102,11 @@ def _borrow_network(
 
     The times of a pass, with their intervals, remain the device's own.
     """
-    own_names, network_names = NAMES[:2], NAMES[2:]
+    own_names = NAMES[:2]  # of a pass
+    network_names = NAMES[2:]  # of synchronisation and its overlap
     network = {name: getattr(lender.params, name) for name in network_names}
-    undetermined = {*own.undetermined} & {*own_names} | {*lender.undetermined} & {*network_names}
+    undetermined = {name for name in own.undetermined if name in own_names}
+    undetermined |= {name for name in lender.undetermined if name in network_names}
     intervals = own_uncertainty.intervals | {name: lender_uncertainty[name] for name in network_names}
     result = replace(
         own,
@@ -129,13 +135,15 @@ def holdout_errors(results: dict[str, FitResult], kept_out: dict[str, Observatio
 
 
 def pooled_error(parts: Sequence[FitError | DeviceGoodput]) -> FitError:
-    """Return the error over the samples of all parts together; there must be at least one sample.
+    """Return the error over the samples of all ``parts`` together, such as device types; there must be at least one sample.
 
-    Its RMSLE is the root mean square of the parts' RMSLE, its MAPE the mean of theirs, both weighted by samples.
+    Its RMSLE (root mean squared log error) is the root mean square of the parts' RMSLE, its MAPE (mean absolute relative error)
+    the mean of theirs, both weighted by samples.
     """
     samples = sum(part.samples for part in parts)
+    mean_squared_log_error = sum(part.samples * part.rmsle**2 for part in parts) / samples
     return FitError(
-        rmsle=(sum(part.samples * part.rmsle**2 for part in parts) / samples) ** 0.5,
+        rmsle=mean_squared_log_error**0.5,
         mape=sum(part.samples * part.mape for part in parts) / samples,
         samples=samples,
     )

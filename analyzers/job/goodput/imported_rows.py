@@ -50,10 +50,10 @@ def import_files(
     demand_once(files, "its rows would count double")
     counts = {"local_batch_size": batch_size, "num_nodes": num_nodes, "num_replicas": num_replicas}
     for path in files:
-        is_trace = ending(path) == ".json"
-        frame, source = (
-            _imported_trace(path, device, unnamed, counts) if is_trace else _imported_table(path, device, unnamed)
-        )
+        if ending(path) == ".json":
+            frame, source = _imported_trace(path, device, unnamed, counts)
+        else:
+            frame, source = _imported_table(path, device, unnamed)
         frames.append(frame)
         sources.append(source)
     # Tables say these of each row; only a trace needs the options.
@@ -68,7 +68,11 @@ def import_files(
 def _imported_trace(
     path: Path, device: str | None, unnamed: str, counts: Mapping[str, int | None]
 ) -> tuple[pd.DataFrame, ImportedFile]:
-    """Return the one row of a profiler trace, and the record of the file; ``counts``: what the trace may not say."""
+    """Return the one row of a profiler trace, and the record of the file.
+
+    ``device``: name of its device whatever the trace says, None: what it says; ``unnamed``: name of a device that it does not
+    say, "": none; ``counts``: the batch size, nodes and replicas that a trace may not say, by column of profile.csv.
+    """
     steps = read_steps(path)
     frame = import_steps(steps, device=device or steps.device or unnamed or None, **counts)
     source = ImportedFile(path=str(path), kind="trace", rows=len(steps.step_time_s))
@@ -76,7 +80,10 @@ def _imported_trace(
 
 
 def _imported_table(path: Path, device: str | None, unnamed: str) -> tuple[pd.DataFrame, ImportedFile]:
-    """Return the rows of a table, and the record of the file. Raises InputError for a file that is none by its name."""
+    """Return the rows of a table, and the record of the file. Raises InputError for a file that is none by its name.
+
+    ``device``: name of the device of all rows, None: what the rows say; ``unnamed``: name for rows that name none, "": none.
+    """
     extension = ending(path)
     if extension not in (".csv", ".jsonl", ".ndjson"):
         raise InputError(
@@ -122,7 +129,8 @@ def measured_rows(
         known: the table of devices, which knows the names of each.
         model: SOURCE of rows that do not say their model.
         precision: the one asked for, and that of rows that do not say theirs; with tf32, fp32 rows are taken too.
-        optimizer: the same; None: any, and adam for rows that do not say theirs.
+        optimizer: the one asked for, and that of rows that do not say theirs; None: any is taken, and adam is assumed for rows
+            that do not say theirs.
 
     Raises InputError when no row is of the device, and for a row of it that was predicted, was measured with another precision
     or optimizer than asked for, or on a CPU, or does not say its model.
@@ -189,5 +197,5 @@ def _row_settings(row: Mapping[Any, Any], place: str) -> dict[str, str]:
 
 
 def _remedy(option: str) -> str:
-    """Return an error's advice about rows that were measured with another value of ``--option``."""
+    """Return an error's advice about rows that were measured with another value of ``--option`` than asked for."""
     return f"leave --{option} out, or measure alike"

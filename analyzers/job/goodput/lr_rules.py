@@ -37,7 +37,8 @@ class GradientStatistics:
 class LrRule:
     """One rule. Subclasses define ``name`` and :meth:`factor`; the other methods return what most rules say.
 
-    ``scale`` is the total batch over the initial batch M0; every method raises InputError unless it is finite and above 0.
+    ``scale`` is the total batch over the initial batch M0, which the learning rate was tuned for; every method raises
+    InputError unless it is finite and above 0. ``statistics``: those of the gradient at M0, for rules that need them.
     """
 
     name: str = ""
@@ -66,8 +67,11 @@ class LrRule:
 
         ``epochs_at_initial``: epochs of warm-up at M0, from which :meth:`warmup_epochs` tells those at ``scale``.
         """
-        full_factor, length = self.factor(scale, statistics), self.warmup_epochs(scale, epochs_at_initial)
-        return full_factor if epoch >= length else full_factor * max(epoch, 0.0) / length
+        full_factor = self.factor(scale, statistics)
+        warmup_epochs = self.warmup_epochs(scale, epochs_at_initial)
+        if epoch >= warmup_epochs:
+            return full_factor
+        return full_factor * max(epoch, 0.0) / warmup_epochs
 
 
 def checked_scale(scale: float) -> float:

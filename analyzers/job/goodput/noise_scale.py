@@ -95,10 +95,12 @@ class NoiseScaleEstimator:
 
     def add(self, terms: NoiseTerms) -> None:
         """Take one observation of both terms into the moving averages. They must be finite, as :func:`noise_terms` ensures."""
-        past, share = self.smoothing, 1.0 - self.smoothing
+        past = self.smoothing
+        present = 1.0 - self.smoothing
         sqr, var = terms.sqr, terms.var_per_sample
-        self._moments = past * self._moments + share * np.array([1.0, sqr, var, sqr * sqr, var * var, sqr * var])
-        self._weight_sqr = past * past * self._weight_sqr + share * share
+        observed = np.array([1.0, sqr, var, sqr * sqr, var * var, sqr * var])  # in the order of _MOMENTS
+        self._moments = past * self._moments + present * observed
+        self._weight_sqr = past * past * self._weight_sqr + present * present
         self.count += 1
 
     @property
@@ -156,5 +158,6 @@ class NoiseScaleEstimator:
         if missing:
             raise InputError("noise scale state", f"lacks {', '.join(missing)}", "give what state_dict returned")
         self._moments = np.array([float(state[name]) for name in _MOMENTS])
-        self.smoothing, self._weight_sqr = float(state["smoothing"]), float(state["weight_sqr"])
+        self.smoothing = float(state["smoothing"])
+        self._weight_sqr = float(state["weight_sqr"])
         self.count = int(state["count"])

@@ -74,7 +74,8 @@ class Observations:
     def by_device(self) -> dict[str, Observations]:
         """Return device type -> its rows, in the order in which the types first occur."""
         names, first_rows, device_index = np.unique(self.device.astype(str), return_index=True, return_inverse=True)
-        return {str(names[i]): self.take(device_index == i) for i in np.argsort(first_rows)}
+        by_first_row = np.argsort(first_rows)
+        return {str(names[index]): self.take(device_index == index) for index in by_first_row}
 
 
 def concatenate(parts: Sequence[Observations]) -> Observations:
@@ -113,7 +114,8 @@ def kind_of(columns: list[str], where: str) -> Kind:
     if repeated:
         raise InputError(f"{where}:{repeated[0]}", "is the name of two columns", "name each column once")
     names = set(columns)
-    own_columns, adaptdl_columns = names & {"local_batch_size", "step_time_s", "sync_time_s"}, names & set(_ADAPTDL)
+    own_columns = names & {"local_batch_size", "step_time_s", "sync_time_s"}
+    adaptdl_columns = names & set(_ADAPTDL)
     if own_columns and adaptdl_columns:
         mixed = f"mixes the columns of two kinds of table ({sorted(own_columns)[0]} and {sorted(adaptdl_columns)[0]})"
         raise InputError(where, mixed, "give one kind per file")
@@ -145,7 +147,8 @@ def from_frame(frame: pd.DataFrame, where: str) -> Observations:
     """
     kind = kind_of([str(name) for name in frame.columns], where)
     table = _rows_of(frame, kind, where)
-    step_s, sync_s = table["step_time_s"].to_numpy(dtype=float), table["sync_time_s"].to_numpy(dtype=float)
+    step_s = table["step_time_s"].to_numpy(dtype=float)
+    sync_s = table["sync_time_s"].to_numpy(dtype=float)
     missing = np.full(len(table), np.nan)
     accumulation_steps = np.nan_to_num(table.get("accumulation_steps", missing))
     grad_s = np.asarray(table.get("grad_time_s", missing), dtype=float)

@@ -125,7 +125,13 @@ def goodput_per_s(
 ) -> Floats | float:
     """Return goodput, in useful samples per second: throughput times statistical efficiency.
 
-    Arguments as in :func:`throughput_per_s` and :func:`efficiency`.
+    Args:
+        params: the fitted throughput model.
+        num_nodes: number of nodes; ``num_replicas``: number of replicas on all of them.
+        local_batch_size: samples of a replica in one pass.
+        accumulation_steps: passes before the one that synchronises.
+        noise_scale: phi in samples; infinite: efficiency is 1.
+        initial_batch_size: M0, the total batch at which efficiency is 1, in samples.
     """
     total = np.asarray(num_replicas) * np.asarray(local_batch_size) * (np.asarray(accumulation_steps) + 1.0)
     speed = throughput_per_s(params, num_nodes, num_replicas, local_batch_size, accumulation_steps)
@@ -146,22 +152,29 @@ def log_times(
     """
     a_grad, b_grad, a_local, b_local, a_node, b_node, gamma = values
     beyond_two = np.maximum(replicas - 2.0, 0.0)
-    is_local, is_across = (replicas > 1) & (nodes <= 1), (replicas > 1) & (nodes > 1)
+    is_local = (replicas > 1) & (nodes <= 1)
+    is_across = (replicas > 1) & (nodes > 1)
     grad_s = np.maximum(a_grad + b_grad * batch, _TINY)
-    local_s, across_s = a_local + b_local * beyond_two, a_node + b_node * beyond_two
+    local_s = a_local + b_local * beyond_two
+    across_s = a_node + b_node * beyond_two
     sync_s = np.where(is_local, local_s, np.where(is_across, across_s, 0.0))
-    last_pass_s = np.maximum(overlapped(grad_s, sync_s, gamma), _TINY)
-    log_grad, log_sync, log_last_pass = np.log(grad_s), np.log(np.maximum(sync_s, _TINY)), np.log(last_pass_s)
+    last_pass_s = np.maximum(overlapped(grad_s, sync_s, gamma), _TINY)  # with the synchronisation that it overlaps
+    log_grad = np.log(grad_s)
+    log_sync = np.log(np.maximum(sync_s, _TINY))
+    log_last_pass = np.log(last_pass_s)
     step_s = passes * grad_s + last_pass_s
     # d log T_iter / d log p by the chain rule, with the last pass's share of the step, and T_grad^g over T_grad^g + T_sync^g
     last_share = last_pass_s / step_s
     grad_share = np.exp(gamma * (log_grad - log_last_pass))
     per_sync_s = np.where(sync_s > 0, last_share * (1.0 - grad_share) / np.maximum(sync_s, _TINY), 0.0)
     by_grad = np.zeros((len(batch), 7))
-    by_grad[:, 0], by_grad[:, 1] = a_grad / grad_s, b_grad * batch / grad_s
+    by_grad[:, 0] = a_grad / grad_s
+    by_grad[:, 1] = b_grad * batch / grad_s
     by_step = by_grad * (grad_share * last_share + passes * grad_s / step_s)[:, None]
-    by_step[:, 2], by_step[:, 3] = per_sync_s * is_local * a_local, per_sync_s * is_local * b_local * beyond_two
-    by_step[:, 4], by_step[:, 5] = per_sync_s * is_across * a_node, per_sync_s * is_across * b_node * beyond_two
+    by_step[:, 2] = per_sync_s * is_local * a_local
+    by_step[:, 3] = per_sync_s * is_local * b_local * beyond_two
+    by_step[:, 4] = per_sync_s * is_across * a_node
+    by_step[:, 5] = per_sync_s * is_across * b_node * beyond_two
     by_gamma = last_share * (grad_share * log_grad + (1.0 - grad_share) * log_sync - log_last_pass)
     by_step[:, 6] = np.where(sync_s > 0, by_gamma, 0.0)
     return log_grad, np.log(step_s), by_grad, by_step
@@ -216,7 +229,8 @@ class StepTime:
             return 0
         if self.samples_per_s == math.inf:
             return samples
-        most = int(min(left_s * self.samples_per_s * (1 + 1e-12) + 1e-9, samples))
+        computed = left_s * self.samples_per_s
+        most = int(min(computed * (1 + 1e-12) + 1e-9, samples))
         return most if most >= max(1, self.saturation) else 0
 
     def scaled(self, factor: float) -> Self:

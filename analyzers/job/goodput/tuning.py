@@ -110,23 +110,25 @@ def tune(
         raise InputError(f"allocation {invalid[0]}", problem, "each node has at least one")
     # The model knows of an allocation only its replicas and whether these are on one node: one search for each such key.
     search_keys = 2 * replicas + (nodes > 1)
-    answer_index = np.zeros(search_keys.max(initial=0) + 1, dtype=np.int64)
-    answer_index[search_keys] = 1
-    distinct_keys = np.flatnonzero(answer_index)
-    answer_index[distinct_keys] = np.arange(len(distinct_keys))
-    answer_of_allocation = answer_index[search_keys]
+    is_used = np.zeros(search_keys.max(initial=0) + 1, dtype=np.int64)  # by key; faster than np.unique
+    is_used[search_keys] = 1
+    distinct_keys = np.flatnonzero(is_used)
+    search_of_key = np.zeros_like(is_used)
+    search_of_key[distinct_keys] = np.arange(len(distinct_keys))
+    search_of_allocation = search_of_key[search_keys]
     replicas_each = distinct_keys // 2
     search = _Search(params, 1 + distinct_keys % 2, replicas_each, limits, noise_scale)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         search.run()
         search.round_up()
     scale = 1.0 if math.isinf(noise_scale) else noise_scale + limits.initial_batch_size
-    local, passes = search.m_best.astype(np.int64), search.n_best.astype(np.int64)
+    local = search.m_best.astype(np.int64)
+    passes = search.n_best.astype(np.int64)
     return Tuned(
-        local_batch_size=local[answer_of_allocation],
-        accumulation_steps=np.maximum(passes - 1, 0)[answer_of_allocation],
-        total_batch_size=(replicas_each * local * passes)[answer_of_allocation],
-        goodput_per_s=np.where(local > 0, scale / search.cost_best, 0.0)[answer_of_allocation],
+        local_batch_size=local[search_of_allocation],
+        accumulation_steps=np.maximum(passes - 1, 0)[search_of_allocation],
+        total_batch_size=(replicas_each * local * passes)[search_of_allocation],
+        goodput_per_s=np.where(local > 0, scale / search.cost_best, 0.0)[search_of_allocation],
     )
 
 
@@ -172,11 +174,14 @@ class _Search:
 
         ``low`` and ``high`` (allocations, 1) bound the samples of one replica in a step; ``sync`` is T_sync in seconds.
         """
-        self.alpha, self.beta = params.alpha_grad_s, params.beta_grad_s
-        self.gamma, self.noise = params.gamma, noise
+        self.alpha = params.alpha_grad_s
+        self.beta = params.beta_grad_s
+        self.gamma = params.gamma
+        self.noise = noise
         # h = (weight + share / M) T_iter; for phi = inf, h / phi = T_iter / M takes its place.
         self.weight, self.share = (0.0, 1.0) if math.isinf(noise) else (1.0, float(noise))
-        self.smallest, self.largest = float(limits.min_local_batch_size), float(limits.max_local_batch_size)
+        self.smallest = float(limits.min_local_batch_size)
+        self.largest = float(limits.max_local_batch_size)
         self.most_passes = math.inf if limits.max_accumulation_steps is None else limits.max_accumulation_steps + 1.0
         self.replicas = replicas[:, None].astype(np.float64)
         self.sync = np.asarray(sync_time_s(params, nodes, replicas), dtype=np.float64)[:, None]
@@ -256,9 +261,12 @@ class _Search:
         full_passes = np.floor(np.minimum(np.maximum(best_batch, self.low), high) / self.largest)
         is_allowed = (full_passes >= 1) & (full_passes * self.largest >= self.low) & (self.low <= high)
         cost = np.where(is_allowed, self.cost(np.array([[self.largest]]), np.maximum(full_passes, 1.0), every), np.inf)
-        points = cost, is_allowed * self.largest, is_allowed * full_passes
-        self.cost_best, self.m_best, self.n_best = (values[:, 0] for values in points)
-        rows, passes, width = every, full_passes + 1.0, 1
+        self.cost_best = cost[:, 0]
+        self.m_best = (is_allowed * self.largest)[:, 0]
+        self.n_best = (is_allowed * full_passes)[:, 0]
+        rows = every
+        passes = full_passes + 1.0
+        width = 1  # numbers of passes to try at a time
         while True:
             bounds = self._consider(passes + np.arange(width), rows)
             # fact 3: no point of more passes costs less than this
@@ -269,7 +277,8 @@ class _Search:
             open_rows = np.flatnonzero(is_open[:, 0])
             if not open_rows.size:
                 return
-            rows, passes = np.arange(len(self.replicas))[rows][open_rows], passes[open_rows]
+            rows = np.arange(len(self.replicas))[rows][open_rows]
+            passes = passes[open_rows]
             width = max(1, min(4 * width, _LARGEST_CHUNK // open_rows.size))
 
     def round_up(self) -> None:
@@ -287,7 +296,10 @@ class _Search:
         self._take(slice(None), m, n, np.where(is_within & is_unanswered, self.cost(m, n, slice(None)), np.inf))
 
     def _take(self, rows: slice | Ints, m: Floats, n: Floats, cost: Floats) -> None:
-        """For each of ``rows``, store the cheapest of its points ``m``, ``n`` (rows, width) if it beats the best so far."""
+        """For each of ``rows``, store the cheapest of its points if it beats the best so far.
+
+        ``m``, ``n`` and ``cost`` (rows, width): local batch, passes and h of each point.
+        """
         best_points = (np.arange(len(cost)), cost.argmin(axis=1))
         is_better = cost[best_points] < self.cost_best[rows]
         for best, values in ((self.cost_best, cost), (self.m_best, m), (self.n_best, n)):
@@ -300,16 +312,20 @@ class _Search:
         to the real minimum.
         """
         low, high = self.low[rows], self.high[rows]
-        real_low, real_high = np.maximum(self.smallest, low / n), np.minimum(self.largest, high / n)
+        # The allowed range of real m, then that of integers.
+        real_low = np.maximum(self.smallest, low / n)
+        real_high = np.minimum(self.largest, high / n)
         m = np.minimum(np.maximum(self.stationary(n, rows), real_low), real_high)
         bounds = np.where((real_low <= real_high) & (n <= self.most_passes), self.cost(m, n, rows), np.inf)
-        least, most = np.maximum(self.smallest, np.ceil(low / n)), np.minimum(self.largest, np.floor(high / n))
+        least = np.maximum(self.smallest, np.ceil(low / n))
+        most = np.minimum(self.largest, np.floor(high / n))
         has_integer = (least <= most) & (n <= self.most_passes)
         floor_m = np.floor(m)
         m_below, m_above = (np.maximum(np.minimum(np.maximum(x, least), most), 1.0) for x in (floor_m, floor_m + 1.0))
-        costs = self.cost(m_below, n, rows), self.cost(m_above, n, rows)
-        best_m = np.where(costs[1] < costs[0], m_above, m_below)
-        self._take(rows, best_m, n, np.where(has_integer, np.minimum(*costs), np.inf))
+        cost_below = self.cost(m_below, n, rows)
+        cost_above = self.cost(m_above, n, rows)
+        best_m = np.where(cost_above < cost_below, m_above, m_below)
+        self._take(rows, best_m, n, np.where(has_integer, np.minimum(cost_below, cost_above), np.inf))
         return bounds
 
 
@@ -343,8 +359,17 @@ def frontier(
 
     With ``g1`` the goodput per GPU of the fewest GPUs that can run the job, ``pays_until`` is the largest K that maximises
     ``goodput(K) - threshold g1 K``: no number of GPUs beyond it brings, on average, the share ``threshold`` of what the first
-    ones do. So a dip (the first GPU of a second node) does not end it when the next GPUs make up for it. ``limits`` and
-    ``noise_scale`` as in :func:`tune`. Raises InputError for arguments out of range, Infeasible when no number can run the job.
+    ones do. So a dip (the first GPU of a second node) does not end it when the next GPUs make up for it.
+
+    Args:
+        params: the fitted throughput model.
+        max_replicas: largest number of GPUs.
+        limits: the batches that the job allows.
+        noise_scale: phi in samples, 0 or more; infinite: throughput alone counts.
+        replicas_per_node: GPUs that fill a node.
+        threshold: share, 0 to 1, of the first GPUs' goodput that further ones must bring to pay.
+
+    Raises InputError for arguments out of range, Infeasible when no number can run the job.
     """
     if min(max_replicas, replicas_per_node) < 1:
         raise InputError(
@@ -388,7 +413,8 @@ def goodput_grid(
     """Return the goodput of each allocation at each total batch, (allocations, batches); NaN where the limits forbid it.
 
     It is a surface to look at: local batches may be fractions. Each point takes the fewest accumulation steps that fit into
-    memory, which is fastest for a given batch. ``noise_scale`` as in :func:`tune`.
+    memory, which is fastest for a given batch. ``num_nodes`` and ``num_replicas`` (allocations,); ``total_batch_sizes``
+    (batches,) in samples; ``noise_scale``: phi in samples, infinite: efficiency is 1.
     """
     nodes, replicas = (np.atleast_1d(np.asarray(item, dtype=np.float64))[:, None] for item in (num_nodes, num_replicas))
     total = np.atleast_1d(np.asarray(total_batch_sizes, dtype=np.float64))[None, :]

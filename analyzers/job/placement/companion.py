@@ -104,9 +104,10 @@ def plan_for(meta: CompanionMeta, counts: Sequence[int]) -> CompanionPlan:
 
 
 def _plan_at(meta: CompanionMeta, table: StepTable, step_index: int, used: Sequence[int]) -> CompanionPlan:
-    """Return the plan with the step time in row ``step_index`` of the table, on ``used`` (T,) devices of each type.
+    """Return the plan with the step time in row ``step_index`` of ``table``, on ``used`` (T,) devices of each type.
 
-    The index after the last row means that no step time is possible: the plan has no ESTs and a throughput of 0.
+    ``meta``: the database's head, with the job and its device types. The index after the table's last row means that no step
+    time is possible: the plan has no ESTs and a throughput of 0.
     """
     if step_index == len(table.seconds):
         return CompanionPlan(throughput=0.0, step_s=0.0, ests={})

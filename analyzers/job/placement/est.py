@@ -195,8 +195,9 @@ def _append_next_solution(search: Search) -> bool:
     if solution is None:
         search.exhausted = True
         return False
-    later_objectives = search.objective[search.objective.index("throughput") + 1 :]
-    solution = _refine_later_objectives(search, solution, later_objectives) if solution.proven else solution
+    if solution.proven:  # only at the smallest step time do the objectives after the throughput count
+        later_objectives = search.objective[search.objective.index("throughput") + 1 :]
+        solution = _refine_later_objectives(search, solution, later_objectives)
     search.found.append(replace(solution, proven=solution.proven and leading_proven))
     return True
 
@@ -238,10 +239,13 @@ def _fastest_solution(search: Search) -> Solution | None:
     counts = _near_best_counts(search)
     # Try the lower bound itself where it is likely to be reached: without a price limit, or by a plan as fast as the last.
     if counts is None or (search.found and step_time_of(problem, counts) > lower_s):
-        if (exact_counts := counts_within(search, lower_s)) is not None:
+        exact_counts = counts_within(search, lower_s)
+        if exact_counts is not None:
             return Solution(counts=exact_counts, step_s=lower_s, bound_s=lower_s, proven=True)
         lower_s = _next_step(capabilities, lower_s)
-        if (counts := counts or counts_within(search, problem.slowest_step)) is None:
+        if counts is None:
+            counts = counts_within(search, problem.slowest_step)
+        if counts is None:  # not even the longest allowed step has a solution
             return None
     step_s = step_time_of(problem, counts)
     middle_s = _middle_step(capabilities, lower_s, step_s)
@@ -249,10 +253,12 @@ def _fastest_solution(search: Search) -> Solution | None:
         middle_s = max((math.ceil(capability * step_s) - 1) / capability for capability in capabilities)
     try:
         while middle_s is not None:
-            if (faster_counts := counts_within(search, middle_s)) is None:
+            faster_counts = counts_within(search, middle_s)
+            if faster_counts is None:
                 lower_s = _next_step(capabilities, middle_s)
             else:
-                counts, step_s = faster_counts, step_time_of(problem, faster_counts)
+                counts = faster_counts
+                step_s = step_time_of(problem, faster_counts)
             middle_s = _middle_step(capabilities, lower_s, step_s)
     except OutOfTime:
         return Solution(counts=counts, step_s=step_s, bound_s=min(lower_s, step_s), proven=False)
@@ -260,7 +266,7 @@ def _fastest_solution(search: Search) -> Solution | None:
 
 
 def _next_step(capabilities: Sequence[Fraction], step: Fraction) -> Fraction:
-    """Return the least step time k / C above ``step``, over all capabilities C and whole numbers k."""
+    """Return the least step time k / C above ``step`` (seconds), over all capabilities C and whole numbers k."""
     return min((int(capability * step) + 1) / capability for capability in capabilities)
 
 
@@ -296,14 +302,15 @@ def _near_best_counts(search: Search) -> Counts | None:
         type_orders = problem.cheapest_first, problem.fastest_first
         candidates = [tuple(problem.with_added(order, problem.device_limit)) for order in type_orders]
     known_counts = {solution.counts for solution in search.found}
-    steps = [
-        (best_step(problem, counts), counts)
-        for counts in candidates
-        if problem.allows(counts) and counts not in known_counts
-    ]
-    _, best = min(
-        ((step, counts) for step, counts in steps if step and step <= problem.slowest_step), default=(None, None)
-    )
+    steps: list[tuple[Fraction, Counts]] = []  # (step time in seconds, counts) of each usable candidate
+    for counts in candidates:
+        if problem.allows(counts) and counts not in known_counts:
+            step_s = best_step(problem, counts)
+            if step_s and step_s <= problem.slowest_step:
+                steps.append((step_s, counts))
+    if not steps:
+        return None
+    _, best = min(steps)
     return best
 
 
@@ -394,10 +401,10 @@ def limit_devices(model: cp_model.CpModel, problem: Problem, used: Sequence[cp_m
 
 
 def solve(search: Search, model: cp_model.CpModel, used: Sequence[cp_model.IntVar]) -> tuple[Counts | None, bool, int]:
-    """Return CP-SAT's (T,) device counts, whether this answer is proven, and the value of the objective.
+    """Return (device counts (T,), whether the result is proven, value of the objective) of a CP-SAT model.
 
     The counts are None, and the value 0, where none exist (proven) or none were found by the search's deadline (not proven).
-    ``used``: the model's variables, devices of each type.
+    ``used``: the model's variables, devices of each type. The value is 0 for a model without an objective, too.
     """
     time_left_s = search.deadline - time.perf_counter()
     if time_left_s <= 0:
@@ -436,7 +443,7 @@ def _capability_in_use(
     """
     common = math.lcm(*(device.capability_per_s.denominator for device in problem.devices))
     weights = [int(device.capability_per_s * common) for device in problem.devices]
-    digits: list[cp_model.LinearExpr] = []
+    digits: list[cp_model.LinearExpr] = []  # of the sum, lowest first
     carry: cp_model.LinearExpr | int = 0
     # One turn for each digit, the lowest first: digit = (sum of the weights' digits + carry) mod base, as in adding on paper.
     while max(weights) * problem.device_limit >= _LARGEST_SUM:
@@ -445,7 +452,8 @@ def _capability_in_use(
         lowest_digits = cp_model.LinearExpr.weighted_sum(used, [weight % _DIGIT for weight in weights])
         model.add(lowest_digits + carry == _DIGIT * carried + digit)
         digits.append(digit)
-        carry, weights = carried, [weight // _DIGIT for weight in weights]
+        carry = carried
+        weights = [weight // _DIGIT for weight in weights]
     return [cp_model.LinearExpr.weighted_sum(used, weights) + carry, *reversed(digits)]
 
 
@@ -462,8 +470,10 @@ def _type_preference(problem: Problem, used: Sequence[cp_model.IntVar]) -> Itera
         base = problem.affordable(device) + 1
         if group and product * base >= _LARGEST_SUM:
             yield cp_model.LinearExpr.weighted_sum(group, weights)
-            group, weights, product = [], [], 1
+            group = []
+            weights = []
+            product = 1
         group = [*group, variable]
-        weights = [*(weight * base for weight in weights), -1]
+        weights = [*(weight * base for weight in weights), -1]  # earlier types' counts become higher digits
         product *= base
     yield cp_model.LinearExpr.weighted_sum(group, weights)

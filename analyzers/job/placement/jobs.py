@@ -105,9 +105,9 @@ class JobTable:
         The table's problem then requires the throughput of that share.
         """
         groups = self._groups_with_share(floor)
-        least_per_s, required_per_s = Fraction(floor * (1 - _SAME) * self.alone), self.problem.min_throughput
-        if required_per_s is not None:
-            least_per_s = max(required_per_s, least_per_s)
+        least_per_s = Fraction(floor * (1 - _SAME) * self.alone)
+        if self.problem.min_throughput is not None:
+            least_per_s = max(self.problem.min_throughput, least_per_s)
         problem = replace(self.problem, min_throughput=least_per_s)
         return replace(self, problem=problem, best_shares=self.best_shares[groups], capacities=self.capacities[groups])
 
@@ -136,7 +136,7 @@ class JobTable:
         return replace(self, best_shares=self.best_shares[first], capacities=self.capacities[last])
 
 
-class Answer(NamedTuple):
+class SharingFound(NamedTuple):
     """The sharing that a program found, and its bound."""
 
     devices: Sharings | None
@@ -175,14 +175,17 @@ def solve_jobs(
     names = sorted((name for name, count in devices.items() if count > 0), key=natural_key)
     counts = np.array([devices[name] for name in names], dtype=np.int64)
     tables = _tables(problems, names, counts, weights or [1.0] * len(problems), seed)
-    # A greedy sharing first; with "max-min" the highest floor that all jobs reach; then the largest sum above that floor.
-    # No share exceeds 1, which bounds the smallest share at first.
-    chosen, floor_bound, must_serve_all = _greedy_sharing(tables, counts), 1.0, False
+    # A greedy sharing first; with "max-min" the highest floor (a share that all jobs reach); then the largest sum above it.
+    chosen = _greedy_sharing(tables, counts)
+    must_serve_all = False
+    floor_bound = 1.0  # of the smallest share: no share exceeds 1
     if objective == "max-min":
         floor_deadline = time.perf_counter() + _FLOOR_SHARE * (deadline - time.perf_counter())
         floor, floor_bound, floor_sharing = _highest_floor(tables, counts, floor_deadline)
         if floor_sharing is not None:
-            tables, chosen, must_serve_all = [table.at_least(floor) for table in tables], floor_sharing, True
+            tables = [table.at_least(floor) for table in tables]
+            chosen = floor_sharing
+            must_serve_all = True
         deadline = min(deadline, time.perf_counter() + _SUM_LIMIT_S)  # the sum is only the second objective
     max_groups = max(_MIN_LINES, _MAX_LINES // len(tables))
     program_sharing, bound = solve_sharing(
@@ -199,9 +202,11 @@ def solve_jobs(
     shares = _shares_of(tables, chosen)
     value = _weighted_sum(tables, chosen)
     if objective == "max-min":
-        value, bound = min(shares), floor_bound
+        value = min(shares)
+        bound = floor_bound
     gap = max(0.0, 1 - value / bound) if bound > 0 else 0.0
-    gap = gap if gap > _ROUNDING else 0.0
+    if gap <= _ROUNDING:
+        gap = 0.0
     seconds = time.perf_counter() - started
     jobs = [
         JointJob(file=table.problem.job, relative=share, plan=_plan(table, row_counts, gap, seconds), waits=None)
@@ -353,22 +358,27 @@ def _greedy_sharing(tables: Sequence[JobTable], counts: Ints) -> Sharings:
     or an equal part of all types. A job waits where no offer keeps its constraints.
     """
     devices_left = counts.copy()
+    one_device = np.eye(len(counts), dtype=np.int64)  # (T, T) one device of each type in turn
+    equal_part = counts // len(tables)
     chosen: Sharings = []
     for table in tables:
-        offers = np.minimum(np.vstack([np.eye(len(counts), dtype=np.int64), counts // len(tables)]), table.available)
+        offers = np.minimum(np.vstack([one_device, equal_part]), table.available)  # (T + 1, T)
         fitting_rows = [tuple(row) for row in offers[(offers <= devices_left).all(axis=1)].tolist()]
         shares = {row: share for row in fitting_rows if (share := table.share(row)) is not None}
-        chosen.append(max(shares, key=shares.__getitem__, default=None))
-        devices_left = devices_left - np.array(chosen[-1] or 0)  # a job that waits takes none
+        best = max(shares, key=shares.__getitem__, default=None)
+        if best is not None:
+            devices_left = devices_left - np.array(best)
+        chosen.append(best)
     return chosen
 
 
 def _highest_floor(tables: Sequence[JobTable], counts: Ints, deadline: float) -> tuple[float, float, Sharings | None]:
-    """Return the highest floor (a share that all jobs reach) found, an upper bound on floors, and the sharing that reaches it.
+    """Return (highest floor found, upper bound on floors, sharing that reaches the floor found).
 
-    ``counts`` (T,): shared devices; ``deadline``: of ``time.perf_counter``. The sharing is None where no program found one. The
-    lowest floor is tried first, whatever the deadline. Then a bisection finds the highest floor with a sharing, and a second
-    one, above it, the lowest floor that is proven impossible.
+    A floor is a share that all jobs reach at once. ``counts`` (T,): shared devices; ``deadline``: value of
+    ``time.perf_counter`` at which the search ends. The sharing is None where no program found one. The lowest floor is tried
+    first, whatever the deadline. Then a bisection finds the highest floor with a sharing, and a second one, above it, the
+    lowest floor that is proven impossible.
     """
     floors = np.unique(np.concatenate([table.best_shares for table in tables]))
     best_sharing: Sharings | None = None
@@ -390,7 +400,8 @@ def _highest_floor(tables: Sequence[JobTable], counts: Ints, deadline: float) ->
         smallest_share = min(_shares_of(tables, devices))
         attained_index = int(np.searchsorted(floors, smallest_share * (1 + _SAME), side="right")) - 1
         if attained_index > reached_index:  # the sharing may reach more than this floor or, with grouped steps, less
-            reached_index, best_sharing = attained_index, devices
+            reached_index = attained_index
+            best_sharing = devices
         return True if reached_index >= floor_index else None
 
     try_floor(0)
@@ -412,14 +423,14 @@ def _highest_floor(tables: Sequence[JobTable], counts: Ints, deadline: float) ->
     return float(floors[max(reached_index, 0)]), bound, best_sharing
 
 
-def find_floor_sharing(tables: Sequence[JobTable], counts: Ints, floor: float) -> Answer:
+def find_floor_sharing(tables: Sequence[JobTable], counts: Ints, floor: float) -> SharingFound:
     """Return a sharing of ``counts`` (T,) devices in which all jobs reach about the share ``floor``.
 
-    The answer's bound is -infinity where that is proven impossible; its devices are None where no sharing was found.
+    The bound of the result is -infinity where that is proven impossible; its devices are None where no sharing was found.
     """
     floor_tables = [table.slowest_with_share(floor) for table in tables]
     if not all(len(table.best_shares) for table in floor_tables):
-        return Answer(None, -math.inf)
+        return SharingFound(None, -math.inf)
     return solve_sharing(floor_tables, counts, must_serve_all=True, limit_s=_FLOOR_LIMIT_S, first_feasible=True)
 
 
@@ -450,17 +461,20 @@ class _Lines:
 
         A job that must keep to one device type has a line per group and offered type; other jobs have one per group.
         """
-        one_type_masks = np.eye(len(tables[0].available), dtype=np.int64)
+        one_type_masks = np.eye(len(tables[0].available), dtype=np.int64)  # (T, T) a row of 0 and 1 for each type alone
+        all_types_mask = one_type_masks.sum(axis=0)
+        # (index of the job, its table, (T,) mask of the types that the lines use); each row makes a line per group
         table_rows = [
             (job, table, type_mask)
             for job, table in enumerate(tables)
-            for type_mask in (one_type_masks if table.problem.single_type else [one_type_masks.sum(axis=0)])
+            for type_mask in (one_type_masks if table.problem.single_type else [all_types_mask])
             if (type_mask * table.available).any()
         ]
         group_counts = [len(table.best_shares) for _, table, _ in table_rows]
         speeds, limit_shares = [], []
         for _, table, _ in table_rows:
-            problem, price_limit = table.problem, table.problem.max_price_micro
+            problem = table.problem
+            price_limit = problem.max_price_micro
             rates = [float(device.capability_per_s) / table.alone for device in problem.devices]
             speeds.append(table.over_shared_types(rates))
             prices = [(device.price_micro or 0) / price_limit if price_limit else 0.0 for device in problem.devices]
@@ -494,11 +508,11 @@ class _Lines:
         from scipy import sparse
 
         line_count, type_count = self.capacities.shape
-        identity, zeros = sparse.identity(line_count, format="csr"), sparse.csr_matrix((line_count, line_count))
-        row_ends, column_indices = (
-            np.arange(0, line_count * type_count + 1, type_count),
-            np.arange(line_count * type_count),
-        )
+        identity = sparse.identity(line_count, format="csr")
+        zeros = sparse.csr_matrix((line_count, line_count))
+        # Row l of a matrix over all counts has its T entries in the columns of line l.
+        row_ends = np.arange(0, line_count * type_count + 1, type_count)
+        column_indices = np.arange(line_count * type_count)
 
         def constraint_rows(
             pick: Floats | Ints | float,
@@ -547,12 +561,14 @@ class _Lines:
 
 def solve_sharing(
     tables: Sequence[JobTable], devices: Ints, *, must_serve_all: bool, limit_s: float, first_feasible: bool = False
-) -> Answer:
+) -> SharingFound:
     """Return the sharing of ``devices`` (T,) with the largest weighted sum of shares, and a bound on the sum.
 
-    The variables for L lines are ``picked`` (L,), 0 or 1, ``share`` (L,), and ``count`` (L, T), whole numbers.
+    It is a mixed-integer program. The variables for the L lines of all jobs (:class:`_Lines`) are ``picked`` (L,), 0 or 1,
+    ``share`` (L,), and ``count`` (L, T), whole numbers.
 
     Args:
+        tables: the jobs' step times; ``devices``: the shared devices of each type.
         must_serve_all: whether every job needs devices; else a job may wait.
         limit_s: seconds for HiGHS.
         first_feasible: whether to return the first sharing found, in which no job has more devices of a type than hold it.
@@ -566,7 +582,8 @@ def solve_sharing(
     gap_limit = 0.0 if line_count <= _EXACT_LINES else _GAP_LIMIT
     if first_feasible:  # minimising devices finds a sharing soonest
         max_counts = np.minimum(max_counts, lines.devices_alone)
-        costs, gap_limit = np.concatenate([np.zeros(2 * line_count), np.ones(line_count * type_count)]), math.inf
+        costs = np.concatenate([np.zeros(2 * line_count), np.ones(line_count * type_count)])
+        gap_limit = math.inf
     rows = lines.constraints(with_rounded_cuts=first_feasible)
     of_job = sparse.csr_matrix(
         (np.ones(line_count), (lines.jobs, np.arange(line_count))), shape=(len(tables), line_count)
@@ -580,31 +597,35 @@ def solve_sharing(
             optimize.LinearConstraint(rows, ub=0.0),
             # At most one line for each job, and at most the shared devices of each type.
             optimize.LinearConstraint(
-                _padded(of_job, line_count * (type_count + 1), 0), 1.0 if must_serve_all else 0.0, 1.0
+                _padded(of_job, line_count * (type_count + 1), zeros_first=False), 1.0 if must_serve_all else 0.0, 1.0
             ),
-            optimize.LinearConstraint(_padded(of_type, 2 * line_count, 1), ub=devices),
+            optimize.LinearConstraint(_padded(of_type, 2 * line_count, zeros_first=True), ub=devices),
         ],
         options={"time_limit": limit_s, "mip_rel_gap": min(gap_limit, 1e9)},  # HiGHS takes no infinite gap
     )
     if solved.status == 2:  # scipy's number for infeasible
-        return Answer(None, -math.inf)
+        return SharingFound(None, -math.inf)
     bound = float(sum(table.weight * table.best_shares.max(initial=0.0) for table in tables))
     if solved.mip_dual_bound is not None and not first_feasible:
         bound = min(bound, -float(solved.mip_dual_bound))
     if solved.x is None:
-        return Answer(None, bound)
+        return SharingFound(None, bound)
     picked, _, counts = np.split(np.rint(solved.x).astype(np.int64), [line_count, 2 * line_count])
     chosen: Sharings = [None] * len(tables)
     for line in np.flatnonzero(picked).tolist():
         chosen[lines.jobs[line]] = tuple(counts.reshape(line_count, type_count)[line].tolist())
     # HiGHS computes in floats with tolerances, so its solution is checked in whole numbers.
-    is_feasible = all(row is None or table.share(row) is not None for table, row in zip(tables, chosen, strict=True))
-    is_feasible = is_feasible and bool((sum(np.array(row) for row in chosen if row is not None) <= devices).all())
-    return Answer(chosen if is_feasible and not (must_serve_all and None in chosen) else None, bound)
+    keeps_job_limits = all(
+        row is None or table.share(row) is not None for table, row in zip(tables, chosen, strict=True)
+    )
+    keeps_devices = bool((sum(np.array(row) for row in chosen if row is not None) <= devices).all())
+    if not keeps_job_limits or not keeps_devices or (must_serve_all and None in chosen):
+        return SharingFound(None, bound)
+    return SharingFound(chosen, bound)
 
 
-def _padded(matrix: csr_matrix, zero_columns: int, zeros_first: int) -> csr_matrix:
-    """Return the matrix with ``zero_columns`` columns of zeros after it, or before it where ``zeros_first`` is 1."""
+def _padded(matrix: csr_matrix, zero_columns: int, *, zeros_first: bool) -> csr_matrix:
+    """Return the matrix with ``zero_columns`` columns of zeros after it, or before it where ``zeros_first``."""
     from scipy import sparse
 
     zeros = sparse.csr_matrix((matrix.shape[0], zero_columns))

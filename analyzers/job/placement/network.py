@@ -164,7 +164,11 @@ def nodes_needed(counts: Mapping[str, int], nodes: Sequence[NodeGroup]) -> int:
 
 def _keep_if_best(best: dict[Choice, _NodePlan], plan: _NodePlan) -> None:
     """Store ``plan`` in ``best`` under its choice (one device, one node or several) if no plan there has as short a step."""
-    choice: Choice = "several nodes" if plan.nodes > 1 else "one node" if sum(plan.counts) > 1 else "one device"
+    choice: Choice = "one device"
+    if plan.nodes > 1:
+        choice = "several nodes"
+    elif sum(plan.counts) > 1:
+        choice = "one node"
     if choice not in best or plan.step_s < best[choice].step_s:
         best[choice] = plan
 
@@ -192,14 +196,17 @@ def _on_one_node(problem: Problem, nodes: Sequence[NodeGroup], steps: Steps) -> 
 def _across_nodes(
     problem: Problem, nodes: Sequence[NodeGroup], steps: Steps, limit_s: float, deadline: float, seed: int
 ) -> tuple[_NodePlan | None, float]:
-    """Return the best plan with at least two devices on any nodes, and a lower bound in seconds on the steps of all plans.
+    """Return (the best plan with at least two devices on any nodes, a lower bound in seconds on the steps of all plans).
 
-    (None, infinity) where no such plan exists. The number K of devices is searched by intervals, which are split in the order
-    of their bounds: computing falls with K and synchronising grows, so the computing of an interval's upper end with the
+    It is (None, infinity) where no such plan exists. The number K of devices is searched by intervals, which are split in the
+    order of their bounds: computing falls with K and synchronising grows, so the computing of an interval's upper end with the
     synchronising of its lower end bounds every step in it.
 
     Args:
-        limit_s: the shortest step of the other choices.
+        problem: the placement problem, without a required throughput.
+        nodes: groups of equal nodes of the cluster.
+        steps: the step times with synchronisation.
+        limit_s: the shortest step in seconds of the other choices, which the bound covers too.
         deadline: of ``time.perf_counter``; the best plan by then is returned.
         seed: of the solver.
     """
@@ -217,18 +224,21 @@ def _across_nodes(
         Where the solver's time ran out, lowers ``unproven_s`` to the bound on this step.
         """
         nonlocal unproven_s
-        if (times := compute_times(devices)) is None:
+        times = compute_times(devices)
+        if times is None:
             return math.inf
-        if times[1] < times[0]:
-            unproven_s = min(unproven_s, steps.step_s(float(times[1]), 2, devices))
-        return steps.step_s(float(times[0]), 2, devices)
+        found_s, least_s = times
+        if least_s < found_s:
+            unproven_s = min(unproven_s, steps.step_s(float(least_s), 2, devices))
+        return steps.step_s(float(found_s), 2, devices)
 
     def bound(low: int, high: int) -> float:
         """Return a lower bound on the steps with ``low`` to ``high`` devices; infinite where none can beat that of ``low``."""
         times = compute_times(high)
         if times is None or times == compute_times(low):
             return math.inf  # none can run every EST, or none computes faster than ``low`` devices, which were tried
-        return steps.step_s(float(times[1]), 2, low)
+        _, least_compute_s = times
+        return steps.step_s(float(least_compute_s), 2, low)
 
     best_devices, unopened_s = search_counts(2, max_devices, step_s, bound, lambda: time.perf_counter() >= deadline)
     best_step_s = step_s(best_devices)
@@ -236,7 +246,8 @@ def _across_nodes(
     plan = solve_est(replace(problem, max_devices=best_devices), seed=seed)
     counts = counts_of(problem, plan)
     # The plan may have fewer devices than the limit, and fit on one node: its own step counts, not ``best_step_s``.
-    needed, compute_s = nodes_needed(device_counts(plan), nodes), step_time_of(problem, counts)
+    needed = nodes_needed(device_counts(plan), nodes)
+    compute_s = step_time_of(problem, counts)
     plan_step_s = steps.step_s(float(compute_s), needed, sum(counts))
     proven = plan.status == "optimal"
     best = _NodePlan(step_s=plan_step_s, counts=counts, compute_s=compute_s, nodes=needed, proven=proven)

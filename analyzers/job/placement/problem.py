@@ -137,8 +137,16 @@ class Problem:
 
         ``more``: other fields of :class:`Plan`; by default those of a plan that is proven optimal, without ESTs and waste.
         """
-        figures: dict[str, Any] = {"throughput": self.max_workers / iteration_s, "overload_factor": iteration_s}
-        figures |= {"est_count": 0, "waste": 0.0, "status": "optimal", "gap": 0.0, "solve_seconds": 0.0, **more}
+        figures: dict[str, Any] = {
+            "throughput": self.max_workers / iteration_s,
+            "overload_factor": iteration_s,  # EasyScale's f: seconds that the slowest device computes
+            "est_count": 0,
+            "waste": 0.0,
+            "status": "optimal",
+            "gap": 0.0,
+            "solve_seconds": 0.0,
+            **more,
+        }
         figures["waste"] = max(0.0, figures["waste"])  # a difference, which rounding may leave below 0
         return Plan(
             job=self.job,
@@ -157,11 +165,11 @@ class Problem:
         ``max_devices``; ``numbers``: None means no devices.
         """
         counts = list(numbers or [0] * len(self.devices))
-        devices_left = (limit if self.max_devices is None else min(limit, self.max_devices)) - sum(counts)
+        most_devices = limit if self.max_devices is None else min(limit, self.max_devices)
+        devices_left = most_devices - sum(counts)
         prices = [device.price_micro or 0 for device in self.devices]
-        budget_left = (self.max_price_micro or 0) - sum(
-            price * count for price, count in zip(prices, counts, strict=True)
-        )
+        price = sum(price * count for price, count in zip(prices, counts, strict=True))
+        budget_left = (self.max_price_micro or 0) - price
         for type_index in type_order:
             added = min(devices_left, self.devices[type_index].count - counts[type_index])
             if self.max_price_micro is not None and prices[type_index]:
@@ -189,13 +197,15 @@ class Problem:
         It is the fractional knapsack: devices, and a fraction of the last one, are bought in the order of price per capability.
         Devices without a price are free, and all taken.
         """
-        budget_left, capability = Fraction(self.max_price_micro or 0), Fraction(0)
-        for device in (self.devices[type_index] for type_index in self.cheapest_first):
-            count = (
-                min(Fraction(device.count), budget_left / device.price_micro) if device.price_micro else device.count
-            )
-            capability += count * device.capability_per_s
-            budget_left -= count * (device.price_micro or 0)
+        budget_left = Fraction(self.max_price_micro or 0)
+        capability = Fraction(0)
+        for type_index in self.cheapest_first:
+            device = self.devices[type_index]
+            bought = Fraction(device.count)
+            if device.price_micro:
+                bought = min(bought, budget_left / device.price_micro)
+            capability += bought * device.capability_per_s
+            budget_left -= bought * (device.price_micro or 0)
         return capability
 
     def est_capacity(self, device: DeviceType, step_s: Fraction) -> int:
@@ -275,8 +285,8 @@ def _can_run_one_est(problem: Problem) -> bool:
 def _can_hold_part(problem: Problem) -> bool:
     """Return whether memory and price allow a plan of a problem from which some requirements were dropped.
 
-    With a price limit it is enough that one EST can run. Without one the memory must hold every EST, so that a shortage of
-    memory is not blamed on the price.
+    An EST is a logical worker. With a price limit it is enough that one EST can run. Without one the memory must hold every
+    EST, so that a shortage of memory is not blamed on the price.
     """
     limited = all(device.memory_ests is not None for device in problem.devices)
     if problem.max_price_micro is None and limited:
@@ -454,13 +464,13 @@ def _workers(problem: Problem) -> str:
 
 
 def _joined(parts: Iterable[str]) -> str:
-    """Return the first eight parts joined by commas, and the number of the others in words."""
+    """Return the first eight parts joined by commas, and how many others there are: ``a, b and 3 more``."""
     shown = list(parts)
     return ", ".join(shown[:8]) + (f" and {len(shown) - 8} more" if len(shown) > 8 else "")
 
 
 def _without_memory(problem: Problem) -> Problem:
-    """Return the problem without limits by memory, with the types that were left out for lack of it."""
+    """Return the problem without limits by memory; it offers the types again that were left out for lack of it."""
     devices = sorted((*problem.devices, *problem.left_out), key=lambda device: device.name)
     return replace(problem, devices=tuple(replace(device, memory_ests=None) for device in devices), left_out=())
 
@@ -475,9 +485,10 @@ def _without_max_ests(problem: Problem) -> Problem:
 def capability_from_profile(frame: pd.DataFrame, device_type: str, batch_size: int, where: str) -> float:
     """Return a device type's capability in mini-batches per second from a checked profile: 1 / step time at ``batch_size``.
 
-    The step time is the median of the rows with one replica and no accumulation, interpolated linearly between measured batch
-    sizes. A profile of a single device is used for any type. Raises InputError when a profile of several lacks the type, or
-    when ``batch_size`` is outside the measured range. ``where`` is the profile's file.
+    ``frame``: the profile's rows, with the columns ``device``, ``num_replicas``, ``local_batch_size``, ``step_time_s`` and
+    perhaps ``accumulation_steps``; ``where``: its file. The step time is the median of the rows with one replica and no
+    accumulation, interpolated linearly between measured batch sizes. A profile of a single device is used for any type. Raises
+    InputError when a profile of several lacks the type, or when ``batch_size`` is outside the measured range.
     """
     single = frame[frame["num_replicas"] == 1]
     if "accumulation_steps" in single.columns:  # a step of several passes is no mini-batch of its local batch size

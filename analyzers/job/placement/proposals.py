@@ -41,9 +41,9 @@ class Proposal:
 def best_throughput(capability: Mapping[str, float], held: Mapping[str, int], max_workers: int) -> float:
     """Return the highest throughput on the held devices in logical mini-batches per second (role 1); 0 when nothing is held.
 
-    ``capability``: device type -> mini-batches per second of one EST alone; ``held``: device type -> devices. Exact (EasyScale,
-    Equation 1), in some microseconds. Raises InputError for capabilities that are not positive, negative counts, types
-    without a capability, or ``max_workers`` below 1.
+    ``capability``: device type -> mini-batches per second of one EST (logical worker) alone; ``held``: device type -> devices;
+    ``max_workers``: ESTs of the job. Exact (EasyScale, Equation 1), in some microseconds. Raises InputError for capabilities
+    that are not positive, negative counts, types without a capability, or ``max_workers`` below 1.
     """
     names = _checked_names(capability, held, max_workers)
     if not names:
@@ -66,10 +66,18 @@ def proposals(
 ) -> list[Proposal]:
     """Return the ``top_k`` best requests for more devices of one type, highest speedup per device first (role 2).
 
-    ``held`` and ``free``: device type -> devices that the job has, and could get; the others as in :func:`best_throughput`. Of
-    equal speedups per device, more devices come first, then the type's name decides. A count is proposed only if the job is
-    faster with it than with one device fewer. A ``homogeneous`` job asks only for the type that it holds. Raises InputError as
-    :func:`best_throughput` does, and for a ``top_k`` below 1.
+    Of equal speedups per device, more devices come first, then the type's name decides. A count is proposed only if the job is
+    faster with it than with one device fewer.
+
+    Args:
+        capability: device type -> mini-batches per second of one EST (logical worker) alone.
+        held: device type -> devices that the job has.
+        free: device type -> devices that the job could get.
+        max_workers: ESTs of the job.
+        top_k: most requests to return.
+        homogeneous: whether the job must run on one type: then it asks only for the type that it holds, if it holds any.
+
+    Raises InputError as :func:`best_throughput` does, and for a ``top_k`` below 1.
     """
     if top_k < 1:
         raise InputError("top_k", f"is {top_k}", "ask for one proposal at least")
@@ -77,21 +85,28 @@ def proposals(
     names_held = _checked_names(capability, held, max_workers)
     if homogeneous and names_held:  # where it holds several types, it runs on the one with most throughput
         kept_name = max(names_held, key=lambda name: best_throughput(capability, {name: held[name]}, max_workers))
-        offered, names_held = [name for name in offered if name == kept_name], [kept_name]
+        offered = [name for name in offered if name == kept_name]
+        names_held = [kept_name]
     if not offered:
         return []
-    held_throughput = best_throughput(capability, {name: held[name] for name in names_held}, max_workers)
+    used = {name: held[name] for name in names_held}
+    held_throughput = best_throughput(capability, used, max_workers)
+    # a job that holds nothing is compared with one device of the slowest type
     reference = held_throughput or min(float(value) for value in capability.values())
     candidates: list[Proposal] = []
     for name in offered:
-        speeds = _throughputs_with_added(
-            capability, {held_name: held[held_name] for held_name in names_held}, name, free[name], max_workers
-        )
-        for count, (previous_speed, speed) in enumerate(pairwise([held_throughput, *speeds]), start=1):
-            if speed > previous_speed:
-                speedup_each = (speed - held_throughput) / reference / count
-                speedup = {"speedup": speed / reference, "speedup_per_gpu": speedup_each}
-                candidates.append(Proposal(device_type=name, count=count, throughput=speed, **speedup))
+        throughputs = _throughputs_with_added(capability, used, name, free[name], max_workers)
+        for count, (previous, throughput) in enumerate(pairwise([held_throughput, *throughputs]), start=1):
+            if throughput > previous:
+                candidates.append(
+                    Proposal(
+                        device_type=name,
+                        count=count,
+                        throughput=throughput,
+                        speedup=throughput / reference,
+                        speedup_per_gpu=(throughput - held_throughput) / reference / count,
+                    )
+                )
     return sorted(candidates, key=_sort_key)[:top_k]
 
 
@@ -147,14 +162,19 @@ def _throughputs_with_added(
     names = sorted({*held, name}, key=natural_key)
     capabilities = tuple(float(capability[type_name]) for type_name in names)
     max_added = min(free, max_workers)
-    vectors = np.tile([min(held.get(type_name, 0), max_workers) for type_name in names], (max_added, 1)).astype(
-        np.int64
-    )
+    held_counts = [min(held.get(type_name, 0), max_workers) for type_name in names]
+    # one row of device counts by type for each number of added devices
+    vectors = np.tile(held_counts, (max_added, 1)).astype(np.int64)
     vectors[:, names.index(name)] += np.arange(1, max_added + 1)
     if max_workers * len(names) > _LARGEST_TABLE:  # one bisection per number of added devices instead of a table
         weights = _weights(capabilities)
-        smallest_steps = [smallest_step(weights, counts, max_workers) for counts in vectors.tolist()]
-        return [_throughput(capabilities[step[1]], step[0], max_workers) for step in smallest_steps if step is not None]
+        throughputs: list[float] = []
+        for counts in vectors.tolist():
+            smallest = smallest_step(weights, counts, max_workers)
+            if smallest is not None:
+                k, type_index = smallest
+                throughputs.append(_throughput(capabilities[type_index], k, max_workers))
+        return throughputs
     table = _table(capabilities, max_workers)
     return cast(list[float], table.throughputs[table.smallest_steps(vectors)].tolist())
 

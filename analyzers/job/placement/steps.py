@@ -73,12 +73,13 @@ def smallest_step(
         """Return whether the devices can run all ESTs in a step of ``k / C`` seconds, with C the capability of ``weight``."""
         if is_floor_sum:
             return sum(count * (other_weight * k // weight) for other_weight, count, _ in offers) >= max_workers
-        devices_left, ests_held = device_count if max_devices is None else max_devices, 0
-        for capacity, count in sorted(
-            ((min(other_weight * k // weight, limit), count) for other_weight, count, limit in offers), reverse=True
-        ):
-            ests_held += capacity * min(count, devices_left)
-            devices_left -= min(count, devices_left)
+        capacities = [(min(other_weight * k // weight, limit), count) for other_weight, count, limit in offers]
+        devices_left = device_count if max_devices is None else max_devices
+        ests_held = 0
+        for capacity, count in sorted(capacities, reverse=True):
+            used = min(count, devices_left)
+            ests_held += capacity * used
+            devices_left -= used
         return ests_held >= max_workers
 
     best: tuple[int, int] | None = None
@@ -109,19 +110,25 @@ def best_step(problem: Problem, counts: Counts | None = None) -> Fraction | None
     it is a lower bound. With ``counts`` every device runs at least one EST, so the step is at least as long as one EST takes
     on the slowest of them (EasyScale, Equation 1).
     """
-    devices, limits = problem.devices, tuple(device.most_ests for device in problem.devices)
+    devices = problem.devices
     weights = integer_weights(tuple(device.capability_per_s for device in devices))
     max_devices = problem.max_devices if counts is None else None
-    vectors = [tuple(device.count for device in devices) if counts is None else counts]
-    if counts is None and problem.single_type:
-        vectors = [tuple(device.count * (device is only_device) for device in devices) for only_device in devices]
+    if counts is not None:
+        vectors = [counts]
+    elif problem.single_type:  # each type alone
+        vectors = [tuple(device.count if device is only else 0 for device in devices) for only in devices]
+    else:
+        vectors = [tuple(device.count for device in devices)]
+    limits = tuple(device.most_ests for device in devices)
     bounds = limits if any(limits) else None  # where no type has a limit, None makes the bisection shorter
-    candidates = [
-        smallest_step(weights, vector, problem.max_workers, bounds, max_devices) for vector in vectors if any(vector)
-    ]
-    step = min(
-        (candidate[0] / devices[candidate[1]].capability_per_s for candidate in candidates if candidate), default=None
-    )
+    steps: list[Fraction] = []
+    for vector in vectors:
+        if any(vector):
+            smallest = smallest_step(weights, vector, problem.max_workers, bounds, max_devices)
+            if smallest is not None:
+                k, type_index = smallest
+                steps.append(k / devices[type_index].capability_per_s)
+    step = min(steps, default=None)
     if counts is None or step is None:
         return step
     slowest = min(device.capability_per_s for device, count in zip(devices, counts, strict=True) if count)
@@ -151,13 +158,12 @@ def distribute_ests(
         removed = min(surplus, type_ests[type_index] - counts[type_index])
         type_ests[type_index] -= removed
         surplus -= removed
-    even_shares = [
-        (count, *divmod(ests_of_type, count or 1)) for ests_of_type, count in zip(type_ests, counts, strict=True)
-    ]
-    return [
-        [(devices, ests) for devices, ests in ((larger, ests_each + 1), (count - larger, ests_each)) if devices]
-        for count, ests_each, larger in even_shares
-    ]
+    rows_by_type: list[list[tuple[int, int]]] = []
+    for ests_of_type, count in zip(type_ests, counts, strict=True):
+        ests_each, larger = divmod(ests_of_type, count or 1)  # so many devices run one EST more
+        rows = [(larger, ests_each + 1), (count - larger, ests_each)]
+        rows_by_type.append([(devices, ests) for devices, ests in rows if devices])
+    return rows_by_type
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,14 +198,17 @@ class StepTable:
             # A vector for which no row is long enough ends at low = high = S, which must not be used as an index.
             middle = np.minimum((low + high) // 2, len(self.multiples) - 1)
             fits = np.einsum("vt,vt->v", vectors, self.capacities[middle]) >= self.max_workers
-            low, high = np.where((low < high) & ~fits, middle + 1, low), np.where((low < high) & fits, middle, high)
+            is_open = low < high
+            low = np.where(is_open & ~fits, middle + 1, low)
+            high = np.where(is_open & fits, middle, high)
         return low
 
     def best_steps(self, vectors: Ints, *, homogeneous: bool = False) -> tuple[Ints, Ints]:
-        """Return (V,) the row of the smallest step time for each of the (V, T) device counts, and (V, T) the devices in use.
+        """Return the row of the smallest step time, (V,), and the devices in use, (V, T), for each of V vectors of devices.
 
-        Types of the largest capacity are used first, so that the fewest devices are in use. Where no step time is long enough,
-        the row is S and no device is in use. ``homogeneous``: each vector uses only the one type with the smallest step.
+        ``vectors`` (V, T): devices of each type. Types of the largest capacity are used first, so that the fewest devices are
+        in use. Where no step time is long enough, the row is S and no device is in use. ``homogeneous``: each vector uses only
+        the one type with the smallest step.
         """
         type_indices = np.arange(vectors.shape[1])
         if homogeneous:
@@ -208,10 +217,12 @@ class StepTable:
             )
             vectors = np.where(type_indices == steps.argmin(axis=0)[:, None], vectors, 0)
         steps = self.smallest_steps(vectors)
+        # (V, T) capacities in each vector's step; 0 for row S, where no step is long enough
         capacities = np.vstack([self.capacities, np.zeros((1, len(type_indices)), dtype=np.int64)])[steps]
         order = np.argsort(-capacities, axis=1, kind="stable")
         ests_left = np.full(len(vectors), self.max_workers, dtype=np.int64)
-        used, rows = np.zeros_like(vectors), np.arange(len(vectors))
+        used = np.zeros_like(vectors)
+        rows = np.arange(len(vectors))
         for position in type_indices:  # the type of largest capacity in each vector, then the next one
             type_index = order[:, position]
             capacity = capacities[rows, type_index]
@@ -282,17 +293,15 @@ def _ratios(limit: int, numerator_factor: int, denominator: int, *, inverse: boo
 def _capacity_column(weight: int, weights: Sequence[int], limits: Sequence[int], est_limit: int) -> Ints:
     """Return the EST capacities of a device of one type in the step times ``k / C_j``: for each type j, k from 1 to its limit.
 
-    ``weight`` and ``est_limit``: of the one type; ``weights`` and ``limits``: of all types. Weights are
-    :func:`integer_weights`. Numbers that need more than 64 bits are computed by Python.
+    ``weight``: the type's capability as an integer (:func:`integer_weights`), ``est_limit``: most ESTs on one of its devices;
+    ``weights`` and ``limits``: the same of all types j. Numbers that need more than 64 bits are computed by Python.
     """
     columns = []
     for other_weight, step_count in zip(weights, limits, strict=True):
-        if weight * step_count < 2**62:  # whole numbers of 64 bits are enough
-            column = (
-                np.arange(1, step_count + 1, dtype=np.int64) * weight // other_weight
-                if other_weight < 2**62
-                else np.zeros(step_count, int)  # the quotients are below 1
-            )
+        if weight * step_count < 2**62 <= other_weight:
+            column = np.zeros(step_count, int)  # the quotients are below 1
+        elif weight * step_count < 2**62:  # whole numbers of 64 bits are enough
+            column = np.arange(1, step_count + 1, dtype=np.int64) * weight // other_weight
         else:
             column = np.fromiter(
                 (min(k * weight // other_weight, est_limit) for k in range(1, step_count + 1)), np.int64, step_count
@@ -344,7 +353,8 @@ def evaluate(problem: Problem, counts: Counts) -> Alternative:
         for device, rows in zip(problem.devices, type_rows, strict=True)
         for devices, ests in rows
     ]
-    if (verified_step := verify(problem, assignments)) != step:
+    verified_step = verify(problem, assignments)
+    if verified_step != step:
         raise ValueError(f"the plan's step takes {verified_step} s, not {step} s")
     throughput = problem.max_workers / step
     counted_types = zip(counts, problem.devices, strict=True)

@@ -66,29 +66,35 @@ class Candidate:
         return 0.0 if self.laid_out is None or self.figures is None else self.figures.split_wait_s(self.laid_out)
 
     def would_save(self) -> dict[str, float]:
-        """Return change of the script that nobody asked for -> share of a step that it would save in the plan's layout.
+        """Return the changes of the script beside the layout that would make the step shorter, with the share that each saves.
 
-        Changes that save nothing are left out.
+        A key names a change that the job does not ask for (``torch.compile``, ``fp8``, ...); its value is the saved share of
+        the plan's step, 0 to 1. Changes that save nothing are left out.
         """
         if self.laid_out is None or self.figures is None:
             return {}
-        now_s = self.laid_out.layout.step_s or 0.0
+        planned_s = self.laid_out.layout.step_s or 0.0
         steps_s = {
             name: other.step_s(self.laid_out) for name, other in self.figures.alternatives(self.laid_out).items()
         }
-        # What changes numerics too must save more than what it contains.
         compiled_s = steps_s.get("torch.compile") or math.inf
-        return {
-            name: 1 - step_s / now_s
-            for name, step_s in steps_s.items()
-            if step_s is not None and step_s < min(now_s, compiled_s if "fp8" in name else math.inf)
-        }
+        saved: dict[str, float] = {}
+        for name, step_s in steps_s.items():
+            # "torch.compile with fp8" changes numerics too, so it must save more than compiling alone
+            least_s = min(planned_s, compiled_s) if "fp8" in name else planned_s
+            if step_s is not None and step_s < least_s:
+                saved[name] = 1 - step_s / planned_s
+        return saved
 
 
 def plan_by(
     strategy: str, problem: Problem, options: PlanOptions, curves: Mapping[str, StepTime] | None = None
 ) -> Plan:
-    """Return the plan of any strategy but goodput (which has no placement problem), by the strategy's own device choice."""
+    """Return the plan of any strategy but goodput (which has no placement problem), by the strategy's own device choice.
+
+    ``curves``: device type -> step time over samples; None: times are proportional to samples, by the types' capabilities.
+    Communication is not included. Raises Infeasible where the strategy has no plan.
+    """
     if strategy == "bsp":
         return plan_bsp(problem, curves)
     if strategy == "lb-bsp":
@@ -107,7 +113,10 @@ def plan_by(
 
 
 def on_counts(problem: Problem, counts: Counts) -> Problem:
-    """Return the problem on exactly ``counts`` (T,) devices per type, which must meet its constraints: these are dropped."""
+    """Return the problem that offers exactly ``counts`` (T,) devices, without limits on price, number or throughput.
+
+    The caller has checked that ``counts`` keep these limits.
+    """
     kept = tuple(replace(device, count=count) for device, count in zip(problem.devices, counts, strict=True) if count)
     return replace(problem, devices=kept, max_price_micro=None, max_devices=None, min_throughput=None)
 
@@ -133,13 +142,13 @@ class Candidates:
         return self.options.goal
 
     def _with_goal(self, goal: Goal) -> Candidates:
-        """Return the same candidates with another goal."""
+        """Return the maker of candidates for the same job with another goal."""
         return replace(self, options=replace(self.options, goal=goal))
 
     def cheapest(self, problem: Problem) -> Candidate | None:
-        """Return the plan of equal batches, within the goal's limits, whose samples cost least; None where a price is unknown.
+        """Return the plan of equal batches (bsp), within the goal's limits, whose samples cost least.
 
-        None too where there is no such plan.
+        None where a device type has no price, and where no plan keeps the limits.
         """
         if any(device.price_micro is None for device in problem.devices):
             return None
@@ -170,33 +179,34 @@ class Candidates:
                 left_out[strategy] = error
                 continue
             candidates.append(overall)
+            # A fastest plan that is on one type is no slower than those on another.
+            is_type_open = len(overall.option.devices) > 1 or self.goal.objective != "fastest"
             # On one type with known layouts lb-bsp splits equally, as bsp does.
-            for single_type in [] if strategy == "lb-bsp" and self.model.layouts is not None else each_type(problem):
-                # a fastest plan that is on one type is no slower than those on another
-                if len(overall.option.devices) > 1 or self.goal.objective != "fastest":
+            is_covered_by_bsp = strategy == "lb-bsp" and self.model.layouts is not None
+            if is_type_open and not is_covered_by_bsp:
+                for single_type in each_type(problem):
                     with suppress(Infeasible):
                         candidates.append(self.best(strategy, single_type))
         if only in (None, "bsp") and candidates and _leaves_room(candidates[0]):
             base_s = candidates[0].option.iteration_s
-            groups = self._in_groups(problem, candidates[0])
-            # A group that leads by the hooks of DDP or FSDP2 alone has DTensor's in their place.
-            candidates += [each for each in groups if not 0.0 < each.split_wait_s() >= base_s - each.option.iteration_s]
+            for candidate in self._in_groups(problem, candidates[0]):
+                # A group may lead only because its figures are without the hooks of DDP or FSDP2; in the emitted script it
+                # has DTensor's overhead in their place, so it must lead by more than that.
+                wait_s = candidate.split_wait_s()
+                if wait_s <= 0.0 or wait_s < base_s - candidate.option.iteration_s:
+                    candidates.append(candidate)
+        if only is not None:
+            return candidates
         # On one type an lb-bsp layout has equal shares, so it is a bsp candidate too, which the bsp search may have missed.
-        return [
-            *candidates,
-            *(
-                _renamed_bsp(candidate)
-                for candidate in candidates
-                if candidate.layouts and len(candidate.option.devices) == 1 and only is None
-            ),
-        ]
+        on_one_type = [each for each in candidates if each.layouts and len(each.option.devices) == 1]
+        return [*candidates, *(_renamed_bsp(candidate) for candidate in on_one_type)]
 
     def _in_groups(self, problem: Problem, base: Candidate | None = None) -> list[Candidate]:
-        """Return the best plan of each size of groups of devices that hold a replica between them.
+        """Return the best plan of each size of groups of devices that hold a replica between them, by powers of two.
 
-        Groups by tensors lie within a node. Stages of a pipeline are tried between nodes where ``base``, the best plan of
-        single devices, waits for the network or leaves devices of its types out, and where there is none (None); where nothing
-        fits even then, within a node as well, of the fewest stages.
+        Tensor parallelism stays within a node. Pipeline stages are tried between nodes where ``base``, the best plan of single
+        devices, waits for the network or leaves devices of its types unused, and where there is no such plan (None). Where
+        even then nothing fits, stages within a node are tried as well, with the fewest stages that fit.
         """
         layouts = self.model.layouts
         if layouts is None:
@@ -204,12 +214,14 @@ class Candidates:
         per_node = max(kind.fabric.gpus_per_node for kind in layouts.kinds.values())
         devices = max(device.count for device in problem.devices)
         tensors = [2**power for power in range(1, per_node.bit_length()) if 2**power <= per_node]
-        nodes = -(-devices // per_node)
-        tried = [(tensor, 1) for tensor in tensors]  # (devices that share each product, stages)
+        tried = [(tensor, 1) for tensor in tensors]  # (tensor-parallel devices, pipeline stages)
         offered = {device.name: device.count for device in problem.devices}
-        if base is None or (
-            _waits(base.option) or any(count < offered[name] for name, count in base.option.devices.items())
+        if (
+            base is None
+            or _waits(base.option)
+            or any(count < offered[name] for name, count in base.option.devices.items())
         ):
+            nodes = -(-devices // per_node)
             # a stage is a single device or a whole node
             tried += [(tensor, 2**power) for power in range(1, nodes.bit_length()) for tensor in {1, *tensors[-1:]}]
         found = [each for degrees in tried if (each := self._best_in_groups(*degrees, problem))]
@@ -218,11 +230,14 @@ class Candidates:
         for pipeline in (2**power for power in range(1, devices.bit_length())):
             found = [each for tensor in (1, *tensors) if (each := self._best_in_groups(tensor, pipeline, problem))]
             if found:
-                break
-        return found
+                return found
+        return []
 
     def _on_hosts(self, problem: Problem) -> list[Candidate]:
-        """Return the best plans with activations, and with the state, in the hosts' memory, unless the job says none."""
+        """Return the best plan with activations in the hosts' memory and the best with the state there, as far as they fit.
+
+        Empty unless the job leaves the use of the hosts' memory to the plan (``offload: auto``).
+        """
         layouts, found = self.model.layouts, list[Candidate]()
         if layouts is None or self.job.offload != "auto":
             return []
@@ -281,7 +296,10 @@ class Candidates:
         )
 
     def best(self, name: str, problem: Problem) -> Candidate:
-        """Return a strategy's candidate on its best devices. Raises Infeasible, with the reason, where it has none."""
+        """Return the candidate of the strategy ``name`` on its best devices, within the goal's limits.
+
+        Raises Infeasible, with the reason, where there is none: NothingFits for lack of memory, Missed for a broken limit.
+        """
         try:
             candidate = self._best_unchecked(name, problem)
         except NothingFits:
@@ -297,7 +315,8 @@ class Candidates:
     def _demand_reachable(self, name: str, problem: Problem) -> None:
         """Raise Infeasible, with time or price, where the fastest plan misses the deadline or the cheapest one the budget.
 
-        A search under limits only says that no plan keeps them; this one, without limits, finds by how much they are missed.
+        ``name`` is that of the strategy. A search under limits says no more than that no plan keeps them; this one, without
+        limits, finds by how much they are missed.
         """
         if not self.goal.limited:
             return
@@ -310,42 +329,52 @@ class Candidates:
             self.goal.demand_both(fastest, cheapest)
 
     def _best_unchecked(self, name: str, problem: Problem) -> Candidate:
-        """Return a strategy's candidate on its best devices, before deadline, budget and throughput are checked."""
-        is_split = name in ("bsp", "lb-bsp")
-        if (layouts := self.model.layouts) is not None and is_split:
-            return self._search_layouts(cast(Split, name), problem)
+        """Return the candidate of the strategy ``name`` on its best devices; the goal's limits are not demanded of it yet."""
+        layouts = self.model.layouts
+        if name in ("bsp", "lb-bsp"):
+            return (
+                self._search_counts(name, problem)
+                if layouts is None
+                else self._search_layouts(cast(Split, name), problem)
+            )
         if name == "goodput" and self.job.goodput is None:
             raise Infeasible("the job has no goodput section")
-        feasible = problem if is_split else self._on_types_that_fit(problem)
-        build = {"goodput": self._cost_goodput, "est": self._est_by_determinism}.get(
-            name, partial(self._search_counts, name)
-        )
-        candidate = build(feasible)
-        if layouts is not None:  # the other strategies hold a whole model, and the samples of their largest pass
-            samples = self.job.batch_size  # est takes turns, and elastic-bsp steps, with one mini-batch each
-            if name == "goodput":
-                rows = candidate.plan.assignments
-                samples = max(-(-row.local_batch_size // (row.accumulation_steps + 1)) for row in rows)
-            needed_bytes = layouts.whole_bytes(candidate.option.devices, samples)
-            candidate = replace(candidate, option=candidate.option.model_copy(update={"memory_bytes": needed_bytes}))
-        return candidate
+        feasible = self._on_types_that_fit(problem)
+        if name == "goodput":
+            candidate = self._cost_goodput(feasible)
+        elif name == "est":
+            candidate = self._est_by_determinism(feasible)
+        else:
+            candidate = self._search_counts(name, feasible)
+        if layouts is None:
+            return candidate
+        # These strategies hold a whole model, and the samples of their largest pass.
+        pass_samples = self.job.batch_size  # a turn of est and an iteration of elastic-bsp take one mini-batch each
+        if name == "goodput":
+            rows = candidate.plan.assignments
+            pass_samples = max(-(-row.local_batch_size // (row.accumulation_steps + 1)) for row in rows)
+        needed_bytes = layouts.whole_bytes(candidate.option.devices, pass_samples)
+        return replace(candidate, option=candidate.option.model_copy(update={"memory_bytes": needed_bytes}))
 
     def _search_counts(self, name: str, problem: Problem) -> Candidate:
-        """Return a strategy's candidate on the device counts that the branch-and-bound search finds best."""
-        build = {"est": self._cost_est, "elastic-bsp": self._cost_elastic_bsp}.get(
-            name, partial(self._cost_split, name)
-        )
+        """Return the candidate of the strategy ``name`` on the device counts that the branch-and-bound search finds best.
+
+        Raises Infeasible, with the strategy's own reason, where no counts have a plan.
+        """
+        builders = {"est": self._cost_est, "elastic-bsp": self._cost_elastic_bsp}
+        build = builders.get(name, partial(self._cost_split, name))
         bounds = Bounds(self.model, self.goal, problem, name)
 
         def evaluate_counts(counts: Counts, best_value: float) -> tuple[float, Candidate] | None:
-            """Return the value and plan of so many devices of each type.
+            """Return (the goal's value, candidate) on ``counts`` (T,) devices.
 
-            None where it is infeasible, leaves some of them out, or can be no better than ``best_value``.
+            None where there is no plan, where it leaves some of the devices out, and where it can be no better than
+            ``best_value``.
             """
             if bounds(counts, counts) >= best_value:
                 return None
             try:
-                candidate = build(on_counts(problem, counts), True)
+                candidate = build(on_counts(problem, counts), True)  # quick: without communication settings
             except Infeasible:
                 return None
             # A plan that leaves devices out is the candidate of smaller counts.
@@ -363,7 +392,10 @@ class Candidates:
         return replace(candidate, plan=self._with_proof(candidate.plan, problem, best))
 
     def _refusal(self, name: str, problem: Problem) -> Infeasible:
-        """Return the error that explains why a strategy has no plan on any devices."""
+        """Return the error that explains why the strategy ``name`` has no plan on any devices.
+
+        It is the error of the strategy's own choice of devices, which knows the reason.
+        """
         try:
             plan_by(name, problem, self.options, self.model.curves)
         except Infeasible as error:
@@ -371,11 +403,15 @@ class Candidates:
         return Infeasible("no devices that the constraints allow have a step of it")
 
     def _with_proof(self, plan: Plan, problem: Problem, best: Best[Candidate]) -> Plan:
-        """Return the plan with the search's gap and time, and the offered devices that it leaves out."""
-        unused, proven = problem.spare(best.counts), best.gap == 0
+        """Return the plan with the search's gap and time, and the offered devices that it leaves out.
+
+        For a balanced split the step of an equal split on all devices is added, to compare; it may be infeasible (None).
+        """
+        unused = problem.spare(best.counts)
         update = {**_proof_fields(best.gap), "solve_seconds": best.seconds}
         if plan.superstep is not None:
-            update["superstep"] = plan.superstep.model_copy(update={"left_out": unused if proven else {}})
+            is_proven = best.gap == 0  # else the devices may have been left out for lack of time
+            update["superstep"] = plan.superstep.model_copy(update={"left_out": unused if is_proven else {}})
         if plan.split is not None:
             split_update: dict[str, object] = {"dropped": unused, "equal_s": None}
             with suppress(Infeasible):
@@ -401,10 +437,10 @@ class Candidates:
         return problem if len(kept) == len(problem.devices) else replace(problem, devices=tuple(kept))
 
     def usual(self, problem: Problem) -> dict[str, Option]:
-        """Return the baselines by name: an equal split with default communication settings, as one would run without a plan.
+        """Return the baselines, which one would run without a plan: name -> figures.
 
-        One over all devices and one over all devices of each type. A model with known memory is sharded and checkpointed
-        only as far as memory demands; baselines that do not fit are left out.
+        They are equal splits with default communication settings, over all devices and over all devices of each type. A model
+        with known memory is sharded and checkpointed only as far as memory demands; baselines that do not fit are left out.
         """
         baselines: dict[str, Option] = {}
         for subproblem in (problem, *each_type(problem)):
@@ -418,7 +454,10 @@ class Candidates:
         return baselines
 
     def _baseline(self, problem: Problem) -> Option:
-        """Return the baseline of one set of devices. Raises Infeasible where it does not fit."""
+        """Return the figures of the equal split over all devices of ``problem``, with default communication settings.
+
+        Raises Infeasible where it does not fit into memory.
+        """
         if (layouts := self.model.layouts) is not None:
             return self._cost_layout("bsp", problem, layouts.plainest(problem), best=False).option
         try:
@@ -433,17 +472,16 @@ class Candidates:
         """Return the feasible equal splits on 1, 2, 4, ... and all devices of each single type."""
         options = []
         for type_index, device in enumerate(problem.devices):
-            sizes = {2**power for power in range(device.count.bit_length())} | {device.count}
-            for counts in (
-                tuple(size * (type_index == index) for index in range(len(problem.devices))) for size in sorted(sizes)
-            ):
+            numbers = {2**power for power in range(device.count.bit_length())} | {device.count}
+            for number in sorted(numbers):
+                counts = tuple(number if index == type_index else 0 for index in range(len(problem.devices)))
                 if problem.allows(counts):
                     with suppress(Infeasible):
                         options.append(self._equal_split(problem, counts).option)
         return options
 
     def _equal_split(self, problem: Problem, counts: Counts) -> Candidate:
-        """Return the equal split on ``counts`` devices per type, with default settings where layouts are known."""
+        """Return the equal split on ``counts`` (T,) devices; with default communication settings where layouts are known."""
         if (layouts := self.model.layouts) is not None:
             return self._cost_layout("bsp", problem, layouts.equally(problem, counts), best=False)
         return self._cost_split("bsp", on_counts(problem, counts), True)
@@ -453,13 +491,19 @@ class Candidates:
         return option.throughput * self.job.batch_size if option.goodput_per_s is None else option.goodput_per_s
 
     def _cost_split(self, strategy: str, problem: Problem, quick: bool) -> Candidate:
-        """Return the equal (bsp) or balanced (lb-bsp) split; ``quick`` leaves communication settings out."""
+        """Return the equal (bsp) or balanced (lb-bsp) split over the devices of ``problem``.
+
+        ``quick``: leave the best communication settings out of the result; its times are the same.
+        """
         curves = self.model.curves
         plan = plan_bsp(problem, curves) if strategy == "bsp" else plan_lb_bsp(problem, curves, synchronise=False)
         return self._cost_plan(plan, problem, self._exposed_synchronous(plan, plan.iteration_s, quick), "D0")
 
     def _search_layouts(self, strategy: Split, problem: Problem) -> Candidate:
-        """Return the best layout of a traced model over all allowed devices, the next best in its ``layouts``."""
+        """Return the candidate of the best layout of a traced model over all allowed devices.
+
+        Its ``layouts`` list that layout first, then the next best. Raises Infeasible where no layout fits or keeps the limits.
+        """
         layouts = self.model.layouts
         assert layouts is not None  # the caller checked it
         limit_s = self.options.limit_s / 2  # bsp and lb-bsp share the time
@@ -514,24 +558,29 @@ class Candidates:
         )
 
     def _est_by_determinism(self, problem: Problem) -> Candidate:
-        """Return logical workers on one device type, or on several where their results are bitwise equal (D2).
+        """Return the candidate of logical workers (ESTs), with the level of determinism that its results keep.
 
-        Where one type does not suffice, several are taken without that promise (D0).
+        D2: bitwise the same results on devices of any types; D1: on any number of devices of one type; D0: on this placement
+        alone. Several types are searched where D2 is possible, else one type (D1); where one type does not suffice, several
+        without a promise (D0). With ``options.top_k`` above 1 the plan lists alternatives.
         """
         has_same_bits = self.job.constraints.determinism == "D2" or self.model.d2_eligible is True
         is_mixed = has_same_bits and not problem.single_type
+        searched = problem if is_mixed else replace(problem, single_type=True)
         try:
-            candidate = self._search_counts("est", problem if is_mixed else replace(problem, single_type=True))
+            candidate = self._search_counts("est", searched)
         except Infeasible:
             if problem.single_type or is_mixed:
                 raise
             # On several types without D2 the bits are those of this placement alone: D0.
-            candidate, has_same_bits = self._search_counts("est", problem), False
-        kept: Kept = "D1" if len(candidate.option.devices) == 1 and not is_mixed else "D2" if has_same_bits else "D0"
+            candidate = self._search_counts("est", problem)
+            has_same_bits = False
+        kept: Kept = "D2" if has_same_bits else "D0"
+        if len(candidate.option.devices) == 1 and not is_mixed:
+            kept = "D1"
         candidate = replace(candidate, option=candidate.option.model_copy(update={"determinism": kept}))
         if self.options.top_k > 1:
-            subproblem = problem if is_mixed else replace(problem, single_type=True)
-            ranked = plan_by("est", subproblem, self.options)
+            ranked = plan_by("est", searched, self.options)
             own_counts = counts_of(problem, candidate.plan)
             alternatives = [plan for plan in (ranked, *ranked.alternatives) if counts_of(problem, plan) != own_counts]  # type: ignore[arg-type]
             candidate = replace(
@@ -541,7 +590,11 @@ class Candidates:
         return candidate
 
     def _cost_est(self, problem: Problem, quick: bool) -> Candidate:
-        """Return logical workers (ESTs) on exactly these devices, at least one on each."""
+        """Return the candidate of logical workers (ESTs) on exactly the devices of ``problem``, at least one on each.
+
+        ``quick``: leave the best communication settings out of the result. Raises Infeasible where the devices cannot take the
+        job's workers.
+        """
         counts = tuple(device.count for device in problem.devices)
         if sum(counts) > problem.max_workers or best_step(problem, counts) is None:
             raise Infeasible("these devices have no room for the workers")
@@ -553,13 +606,18 @@ class Candidates:
             for row in plan.assignments
             if row.ests_per_device / capability[row.device_type] >= plan.iteration_s * 0.999
         )
-        exposed, communication = self._exposed_synchronous(plan, last_pass_s, quick), self.model.communication
+        exposed = self._exposed_synchronous(plan, last_pass_s, quick)
+        communication = self.model.communication
         if exposed is not None and communication is not None:
             exposed = communication.ordered(device_counts(plan), exposed)
         return self._cost_plan(plan, problem, exposed, "D1")
 
     def _cost_goodput(self, problem: Problem) -> Candidate:
-        """Return the goodput plan on the types with a fitted model; what the fit adds to compute is exposed."""
+        """Return the candidate of the goodput plan on the types with a fitted model.
+
+        What the fitted step takes beyond compute counts as exposed communication. Raises Infeasible where no offered type has a
+        fitted model, or no batch is possible.
+        """
         assert self.job.goodput is not None  # the caller checked it
         offered = {device.name for device in problem.devices}
         models = {name: model for name, model in self.model.models.items() if name in offered}
@@ -589,15 +647,17 @@ class Candidates:
         return self._cost_plan(plan, problem, exposed, "D0", compute_s=compute_s, update=update)
 
     def _cost_elastic_bsp(self, problem: Problem, quick: bool) -> Candidate:
-        """Return the ElasticBSP plan, its barrier chosen for iterations that include each worker's transfers and overhead.
+        """Return the candidate of the ElasticBSP plan on exactly the devices of ``problem``.
 
-        ``quick`` leaves out what compute alone would take, by which the step is split into its parts.
+        Its barrier is chosen for iterations that include each worker's transfers and overhead. ``quick``: do not plan for
+        compute alone as well, by which the step is divided into compute, communication and overhead.
         """
         communication, options = self.model.communication, self.options
         overhead_s = self.model.other_s(offer.name for offer in problem.devices)
         build = partial(plan_elastic_bsp, lookahead=options.lookahead, max_gap=options.max_gap, all_devices=True)
         counts = {offer.name: offer.count for offer in problem.devices}
-        exposures, slowed_devices = dict[str, Exposed](), []
+        exposures: dict[str, Exposed] = {}  # by device type
+        slowed_devices = []  # with the capability that is left beside transfers and overhead
         for device in problem.devices:
             iteration_s = 1 / device.capability_per_s
             exposed = (
@@ -629,7 +689,11 @@ class Candidates:
         return replace(candidate, exposed=None)  # parameter servers have no DDP settings
 
     def _exposed_synchronous(self, plan: Plan, pass_s: float, quick: bool = False) -> Exposed | None:
-        """Return the replicas' exposed communication, without settings where ``quick``; None: communication is not known."""
+        """Return the exposed communication of a plan's synchronous replicas; None where communication is not known.
+
+        ``pass_s``: seconds of the step's last pass, during which gradients travel; ``quick``: find the seconds alone, without
+        the settings that reach them.
+        """
         communication = self.model.communication
         if communication is None:
             return None
@@ -649,9 +713,13 @@ class Candidates:
         other_s: float | None = None,
         update: Mapping[str, object] | None = None,
     ) -> Candidate:
-        """Return the candidate of a plan: step, interval, goodput and price from its parts.
+        """Return the candidate of a plan: its step is the sum of compute, exposed communication and other time.
+
+        The step's interval (where an error of the compute times is known), goodput and price follow from it.
 
         Args:
+            plan: the plan, whose ``iteration_s`` is without communication unless ``compute_s`` says otherwise.
+            problem: the placement problem, with the types' capabilities and prices.
             exposed: communication beside compute; None: not known, counted as 0 s.
             kept: the determinism level of the results.
             compute_s: seconds of compute in a step; None: the plan's ``iteration_s``.
@@ -671,9 +739,14 @@ class Candidates:
         step_s = computing_s + wait.best_s + other_s
         if wait.low_s is not None and wait.high_s is not None:
             less_s, more_s = less_s + wait.best_s - wait.low_s, wait.high_s - wait.best_s
-        error, interval = self.model.error(devices), dict[str, float]()
-        if error is not None and (error := math.hypot(error, self.model.drift)) < math.inf:
-            interval = {"low_s": (step_s - less_s) * max(0.0, 1 - error), "high_s": (step_s + more_s) * (1 + error)}
+        low_s: float | None = None
+        high_s: float | None = None
+        compute_error = self.model.error(devices)
+        if compute_error is not None:
+            error = math.hypot(compute_error, self.model.drift)
+            if error < math.inf:
+                low_s = (step_s - less_s) * max(0.0, 1 - error)
+                high_s = (step_s + more_s) * (1 + error)
         staleness = 0 if plan.superstep is None else plan.superstep.iteration_gap
         option = Option(
             strategy=plan.strategy,
@@ -683,8 +756,8 @@ class Candidates:
             other_s=other_s,
             iteration_s=step_s,
             throughput=problem.max_workers / step_s,
-            low_s=interval.get("low_s"),
-            high_s=interval.get("high_s"),
+            low_s=low_s,
+            high_s=high_s,
             goodput_per_s=self._goodput_per_s(problem.max_workers / step_s, staleness),
             staleness=staleness,
             determinism=kept,
@@ -721,18 +794,18 @@ def _leaves_room(candidate: Candidate) -> bool:
     """
     if not candidate.layouts:
         return False
-    layout, option = candidate.layouts[0], candidate.option
-    is_whole = layout.sharding in ("none", "ddp") and layout.checkpointing == "none" and layout.passes == 1
-    return not is_whole or _waits(option)
+    layout = candidate.layouts[0]
+    holds_all = layout.sharding in ("none", "ddp") and layout.checkpointing == "none" and layout.passes == 1
+    return not holds_all or _waits(candidate.option)
 
 
 def _waits(option: Option) -> bool:
-    """Return whether a step has much exposed communication."""
+    """Return whether exposed communication is more than a tenth of an option's step."""
     return (option.communication_s or 0.0) > _EXPOSED * option.iteration_s
 
 
 def _renamed_bsp(candidate: Candidate) -> Candidate:
-    """Return a candidate of equal shares under the name bsp."""
+    """Return a copy of a candidate with equal shares whose strategy is called "bsp"."""
     update = {"strategy": "bsp"}
     return replace(
         candidate, plan=candidate.plan.model_copy(update=update), option=candidate.option.model_copy(update=update)
@@ -740,32 +813,37 @@ def _renamed_bsp(candidate: Candidate) -> Candidate:
 
 
 def _compute_elasticities(plan: Plan, problem: Problem, share: float) -> dict[str, float]:
-    """Return the elasticity of the step to each device type's compute time; they sum to ``share``, compute's part of a step.
+    """Return device type -> elasticity of the step to its compute time: by how many % the step grows if that grows by 1 %.
 
-    Where work is split by speed, types weigh by their part of the work; else only types (nearly) as slow as the slowest count.
+    The elasticities sum to ``share``, the share of compute in the step. Where work is split by speed, types weigh by their
+    share of the work; else only types (nearly) as slow as the slowest count. Empty where no type has a weight.
     """
     speeds = {device.name: float(device.capability_per_s) for device in problem.devices}
     is_split_by_speed = plan.strategy in ("lb-bsp", "elastic-bsp")
-    weights: dict[str, float] = {}
+    weights: dict[
+        str, float
+    ] = {}  # by device type: its work where that is split by speed, else its longest compute time
     for row in plan.assignments:
         speed = speeds.get(row.device_type, 1.0)
+        before = weights.get(row.device_type, 0.0)
         if plan.strategy == "elastic-bsp":
-            weight = row.devices * speed
+            weights[row.device_type] = row.devices * speed + before
         elif is_split_by_speed:
-            weight = float(row.devices * row.local_batch_size)
+            weights[row.device_type] = float(row.devices * row.local_batch_size) + before
         else:
-            weight = row.compute_s or row.local_batch_size / plan.batch_size / speed
-        weights[row.device_type] = (
-            weight + weights.get(row.device_type, 0.0)
-            if is_split_by_speed
-            else max(weight, weights.get(row.device_type, 0.0))
-        )
+            compute_s = row.compute_s or row.local_batch_size / plan.batch_size / speed
+            weights[row.device_type] = max(compute_s, before)
     if not is_split_by_speed:
-        weights = {name: weight for name, weight in weights.items() if weight >= _NEAR_SLOWEST * max(weights.values())}
+        slowest = max(weights.values(), default=0.0)
+        weights = {name: weight for name, weight in weights.items() if weight >= _NEAR_SLOWEST * slowest}
     total_weight = sum(weights.values())
     return {name: share * weight / total_weight for name, weight in weights.items()} if total_weight else {}
 
 
 def _proof_fields(gap: float) -> dict[str, object]:
-    """Return a plan's status and relative gap; below 1e-9 counts as proven optimal."""
+    """Return the fields ``status`` and ``gap`` of a plan whose search ended with this relative gap.
+
+    A gap up to 1e-9 counts as rounding, so that the plan is proven optimal; an infinite one (no bound is known) becomes a large
+    number, which JSON can hold.
+    """
     return {"status": "feasible" if gap > 1e-9 else "optimal", "gap": min(gap, _UNKNOWN_GAP)}

@@ -45,6 +45,7 @@ class Knob:
     name: str
     """As the user wrote it, with its hyphens."""
     values: tuple[str, ...]
+    """The values to try, without repeats."""
     is_joined: bool
     """Whether name and value are one word, joined by ``=``."""
 
@@ -54,25 +55,31 @@ class Knob:
         return _key(self.name)
 
     def value_in(self, words: Sequence[str]) -> str | None:
-        """Return the option's value in a command, "" for an option without one; None where the option is not there."""
+        """Return the option's value in the command ``words``, "" for an option without one; None where it is not there."""
         place = self._place(words)
         if place is None:
             return None
-        _, equals, value = words[place].partition("=")
-        return value if equals else words[place + 1] if _has_value(words, place) else ""
+        _, equals, joined_value = words[place].partition("=")
+        if equals:
+            return joined_value
+        return words[place + 1] if _has_value(words, place) else ""
 
     def set_in(self, words: Sequence[str], value: str) -> list[str]:
-        """Return the command with the option set to ``value``: in its place and spelling, or at the end if it is not there."""
+        """Return the command ``words`` with the option set to ``value``.
+
+        The option keeps its place and spelling in the command; it is added at the end if it is not there.
+        """
         place = self._place(words)
         if place is None:
             return [*words, f"{self.name}={value}"] if self.is_joined else [*words, self.name, value]
         name, equals, _ = words[place].partition("=")
         if equals:
             return [*words[:place], f"{name}={value}", *words[place + 1 :]]
-        return [*words[: place + 1], value, *words[place + 1 + _has_value(words, place) :]]
+        following = place + 2 if _has_value(words, place) else place + 1  # behind the old value, if there is one
+        return [*words[: place + 1], value, *words[following:]]
 
     def _place(self, words: Sequence[str]) -> int | None:
-        """Return the index of the option's last occurrence, the one that counts; None where there is none."""
+        """Return the index in ``words`` of the option's last occurrence, which overrules earlier ones; None: there is none."""
         named = [
             place
             for place, word in enumerate(words)
@@ -107,7 +114,8 @@ def knobs_of(texts: Sequence[str]) -> list[Knob]:
         if any(knob.key == other.key for other in knobs):
             raise InputError("--vary", f"gives {knob.name} twice", "name all its values once")
         knobs.append(knob)
-    if (count := math.prod(len(knob.values) for knob in knobs)) > MOST:
+    count = math.prod(len(knob.values) for knob in knobs)
+    if count > MOST:
         raise InputError("--vary", f"makes {count:,} combinations", f"try at most {MOST}")
     return knobs
 
@@ -122,7 +130,7 @@ class NodeOfDevices:
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """A command to try."""
+    """A command to try: the user's own, or with other values of the knobs."""
 
     words: tuple[str, ...]
     values: Mapping[str, str]
@@ -157,8 +165,9 @@ def plan_command(
 ) -> CommandPlan:
     """Return the predicted steps of a command and of its variants on each type of devices, the fastest that fits first.
 
-    Each variant is recorded once per number of devices on a node, in a process of its own; as many at once as there are cores
-    and memory. On Ctrl-C the running ones are ended.
+    To record a command is to run it without GPUs and trace a step of its training. Each variant is recorded once per number of
+    devices on a node, in a process of its own; as many at once as there are cores and memory. On Ctrl-C the running ones are
+    ended.
 
     Args:
         source: the command, as one text or as words.
@@ -183,24 +192,26 @@ def plan_command(
         commands[node] = on_node
     for line in remarks:
         tell(line)
-    # (command, devices on a node) -> what to predict from this one recording
-    jobs: dict[tuple[tuple[str, ...], int], list[tuple[NodeOfDevices, _Variant]]] = {}
+    # (words of a command, devices on a node) -> the nodes and variants to predict from this one recording
+    recordings: dict[tuple[tuple[str, ...], int], list[tuple[NodeOfDevices, _Variant]]] = {}
     for node, on_node in commands.items():
         for variant in _variants(on_node, knobs):
-            jobs.setdefault((variant.words, node.count), []).append((node, variant))
-    at_once = max(1, min(os.cpu_count() or 1, len(jobs), _memory_bytes() // _RECORDING_BYTES))
-    ended, tried, assumptions = threading.Event(), list[TriedCommand](), list[str]()
+            recordings.setdefault((variant.words, node.count), []).append((node, variant))
+    at_once = max(1, min(os.cpu_count() or 1, len(recordings), _memory_bytes() // _RECORDING_BYTES))
+    ended = threading.Event()
+    tried: list[TriedCommand] = []
+    assumptions: list[str] = []
 
-    def run(job: tuple[tuple[str, ...], int]) -> list[TriedCommand]:
-        """Return the records of one command on its nodes: it is recorded and its steps predicted, or its failure is noted."""
-        variant_words, count = job
-        wanted = jobs[job]
+    def run(recording: tuple[tuple[str, ...], int]) -> list[TriedCommand]:
+        """Record one command and predict its step on each of its nodes; return the predictions, or records of its failure."""
+        variant_words, count = recording
+        wanted = recordings[recording]
         try:
             if launched(variant_words, count).per_node > count:
                 raise InputError("", f"starts more processes than a node's {count}", "leave that value out")
             graph = record(
                 variant_words, table.device(wanted[0][0].device), gpus_per_node=count, limit_s=limit_s, keep_files=keep_files,
-                shows=len(jobs) == 1, ended=ended,
+                shows=len(recordings) == 1, ended=ended,
             )  # fmt: skip
             if line := assumed(graph):
                 assumptions.append(line)
@@ -209,10 +220,10 @@ def plan_command(
             failure = "; ".join(filter(None, (error.problem, error.remedy)))
             return [variant.tried(node, failure=failure) for node, variant in wanted]
 
-    title = f"recording {len(jobs)} commands" if len(jobs) > 1 else f"recording {shlex.join(words)}"
-    with stage(title, len(jobs)) as advance, ThreadPoolExecutor(at_once) as pool:
+    title = f"recording {len(recordings)} commands" if len(recordings) > 1 else f"recording {shlex.join(words)}"
+    with stage(title, len(recordings)) as advance, ThreadPoolExecutor(at_once) as pool:
         try:
-            for done, future in enumerate(as_completed([pool.submit(run, job) for job in jobs]), 1):
+            for done, future in enumerate(as_completed([pool.submit(run, each) for each in recordings]), 1):
                 tried += future.result()
                 advance(done)
         finally:  # on Ctrl-C, end the recordings that run and do not begin the others
@@ -231,7 +242,8 @@ def plan_recorded(graph: Graph, devices: Sequence[Offered], *, table: DeviceTabl
     """Return the predicted steps of a recorded graph on each type of devices, the fastest that fits first.
 
     The number of processes stays that of the recording; ``graph.recorded`` must not be None. A device type without a number has
-    eight devices on a node, or as many as there are processes where these are fewer. ``costs``: times the steps on a node.
+    eight devices on a node, or as many as there are processes where these are fewer. ``table``: the known device types;
+    ``costs``: returns the cost model and the network by which steps on a node are timed.
     """
     assert graph.recorded is not None
     given = _Variant(tuple(shlex.split(graph.name)), {}, is_given=True)  # the name is the recorded command line
@@ -243,25 +255,27 @@ def plan_recorded(graph: Graph, devices: Sequence[Offered], *, table: DeviceTabl
 
 
 def predicted_row(graph: Graph, cost: tuple[CostModel, Fabric]) -> PredictedRow:
-    """Return the predicted figures of a recorded step on the devices and network of ``cost``."""
+    """Return the predicted figures of a recorded step; ``cost``: the devices' cost model, and their network."""
     return predict_recorded(graph, [cost], graph.name).rows[0]
 
 
 def _node_and_command(
     words: list[str], offer: Offered, table: DeviceTable, remarks: dict[str, None], *, may_idle: bool
 ) -> tuple[NodeOfDevices, list[str]]:
-    """Return the node that ``offer`` means, and the command, with the number of processes added if torchrun needs it.
+    """Return (node that ``offer`` means, words of the command to run on it).
 
-    ``may_idle``: whether the command may start fewer processes than there are devices, because their number is a knob. Remarks
-    for the user are added to ``remarks`` as keys. Raises InputError where offer and command disagree on the number.
+    The words are those of the user's command, with the number of processes added if torchrun does not say it. Remarks for the
+    user are added to ``remarks`` as keys. ``may_idle``: whether the command may start fewer processes than there are devices,
+    because their number is a knob. Raises InputError where offer and command disagree on the number.
     """
     device = table.gpu(offer.type, "--devices").name
     launch = launched(words, offer.count or DEVICES_PER_NODE)
-    if (place := _open_torchrun(words, launch)) is not None and offer.count is not None:
+    place = _open_torchrun(words, launch)
+    if place is not None and offer.count is not None:
         remarks[f"note: torchrun says no --nproc-per-node: {offer.count} processes, one on each GPU of a node"] = None
         words = [*words[: place + 1], "--nproc-per-node", str(offer.count), *words[place + 1 :]]
         return NodeOfDevices(device, offer.count), words
-    if launch.processes is None:
+    if launch.processes is None:  # no launcher: the command is a single process
         if (offer.count or 1) > 1:
             remarks[
                 f"note: {words[0]} starts one process: recorded on 1 of the {offer.count} GPUs; torchrun starts more"
@@ -286,17 +300,18 @@ def _open_torchrun(words: Sequence[str], launch: Launched) -> int | None:
 def _variants(words: list[str], knobs: Sequence[Knob]) -> list[_Variant]:
     """Return the command as given and with each combination of the knobs' values, without repeats.
 
-    The given command is marked also where a combination spells it; then its values are those of the combination.
+    A combination that spells the given command takes its place and is marked as given too.
     """
-    standing = {knob.name: value for knob in knobs if (value := knob.value_in(words)) is not None}
-    variants = {tuple(words): _Variant(tuple(words), standing, is_given=True)}
+    given_values = {knob.name: value for knob in knobs if (value := knob.value_in(words)) is not None}
+    # words of a command -> its variant
+    variants = {tuple(words): _Variant(tuple(words), given_values, is_given=True)}
     for values in product(*(knob.values for knob in knobs)):
         changed = words
         for knob, value in zip(knobs, values, strict=True):
             changed = knob.set_in(changed, value)
-        named = dict(zip((knob.name for knob in knobs), values, strict=True))
-        is_given = tuple(changed) in variants
-        variants[tuple(changed)] = _Variant(tuple(changed), named, is_given)
+        value_by_name = dict(zip((knob.name for knob in knobs), values, strict=True))
+        is_given = tuple(changed) in variants  # the knobs' values differ, so no two combinations spell one command
+        variants[tuple(changed)] = _Variant(tuple(changed), value_by_name, is_given)
     return list(variants.values())
 
 
@@ -306,24 +321,27 @@ def _memory_bytes() -> int:
 
 
 def _ranked(command: str, knobs: Sequence[Knob], tried: Sequence[TriedCommand]) -> CommandPlan:
-    """Return the plan with the commands in order: those that fit by speed, those that do not by memory, then the failed ones.
+    """Return the plan of ``command`` with the tried commands ranked.
 
+    First come those that fit, the fastest first, then those that do not fit, the least memory first, then the failed ones.
     Speed is tokens per second where the variants' samples differ in length, else samples per second.
     """
     rows = [one.row for one in tried if one.row is not None]
-    lengths = {round((row.tokens_per_s or 0.0) / row.samples_per_s) for row in rows}
-    varies = len(lengths) > 1 and 0 not in lengths  # 0: a step without tokens, which has no rate of them
+    sample_tokens = {round((row.tokens_per_s or 0.0) / row.samples_per_s) for row in rows}
+    by_tokens = len(sample_tokens) > 1 and 0 not in sample_tokens  # 0: a step without tokens, which has no rate of them
     plan = CommandPlan(
         command=command,
         knobs={knob.name: list(knob.values) for knob in knobs},
-        ranked_by="tokens_per_s" if varies else "samples_per_s",
+        ranked_by="tokens_per_s" if by_tokens else "samples_per_s",
         tried=list(tried),
     )
 
     def order(one: TriedCommand) -> tuple[int, float, str]:
-        """Return the sort key of a command."""
+        """Return the sort key of a command: (0 fits, 1 does not fit, 2 failed; order among these; the command for ties)."""
         if one.row is None:
             return 2, 0.0, one.command
-        return (0, -plan.rate(one), one.command) if one.row.fits else (1, float(one.row.reserved_bytes), one.command)
+        if not one.row.fits:
+            return 1, float(one.row.reserved_bytes), one.command
+        return 0, -plan.rate(one), one.command
 
     return plan.model_copy(update={"tried": sorted(tried, key=order)})

@@ -40,6 +40,7 @@ def decide(
     picked. Asynchronous workers, whose updates may be stale, must be ahead by ``STALENESS_MARGIN``.
 
     Args:
+        job: the job to plan.
         problem: the placement problem of the job, with the speed of each device type.
         model: what is known of the job's times, memory and communication.
         options: how to plan, with the goal; None: the defaults.
@@ -91,7 +92,7 @@ def decide(
 
 
 def _with_plans(candidates: Candidates, problem: Problem, only: str | None) -> tuple[list[Candidate], dict[str, str]]:
-    """Return the candidates that the objective admits, and strategy -> reason for each strategy that has none.
+    """Return (candidates that the objective admits, strategy -> reason for each strategy that has none).
 
     ``only``: the one strategy to look at; None: all. Raises Infeasible where there is no candidate. Where some candidates
     missed limits on time or money, that is the :class:`Missed` of the one that missed them by least.
@@ -100,6 +101,7 @@ def _with_plans(candidates: Candidates, problem: Problem, only: str | None) -> t
     taken = candidates.of(problem, refused, only)
     left_out = {strategy: str(error) for strategy, error in refused.items()}
     if candidates.goal.objective == "same-bits":
+        # D1 and D2 give the same results on any number of devices, D2 on devices of any type too
         unequal = [other.option.strategy for other in taken if other.option.determinism not in ("D1", "D2")]
         left_out |= dict.fromkeys(unequal, "its results depend on the number of devices")
         taken = [candidate for candidate in taken if candidate.option.determinism in ("D1", "D2")]
@@ -124,12 +126,11 @@ def _compared(
     compare on price as well, None for none. The decision's ``words`` are still empty.
     """
     candidates, model = choice.candidates, choice.candidates.model
-    # One candidate per variant: the best one, as later entries replace earlier ones, or the picked one.
-    best_per_strategy = list({_variant_key(other.option): other for other in (*reversed(ranked), picked)}.values())
-    best_per_strategy.sort(key=ranked.index)
-    others = [other for other in best_per_strategy if other is not picked]
+    best_per_variant = _best_per_variant(ranked, picked)
+    others = [other for other in best_per_variant if other is not picked]
     baselines = candidates.usual(problem) or {"the plan itself": picked.option}
     baseline_name = max(baselines, key=lambda key: choice.value(baselines[key]))
+    state_shards = 1 if picked.plan.sharding is None else picked.plan.sharding.shard
     return Decision(
         objective=choice.goal.objective,
         picked=picked.option.strategy,
@@ -142,7 +143,7 @@ def _compared(
             else other.option.model_copy(
                 update={"why_not": why_not(other.option, picked.option, choice.value, choice.ties(other, picked))}
             )
-            for other in best_per_strategy
+            for other in best_per_variant
         ],
         left_out=left_out,
         words=[],
@@ -151,24 +152,37 @@ def _compared(
         error=model.error(picked.option.devices),
         gain_error=model.gain_error(picked.option, baselines[baseline_name]),
         too_close=[other.option.strategy for other in others if choice.unsure(other, picked)],
-        layouts=_all_layouts(picked, best_per_strategy, cheapest),
+        layouts=_all_layouts(picked, best_per_variant, cheapest),
         run=choice.goal.run(picked.option),
-        failures=choice.goal.failure_figures(
-            picked.option, 1 if picked.plan.sharding is None else picked.plan.sharding.shard
-        ),
+        failures=choice.goal.failure_figures(picked.option, state_shards),
         pareto=_pareto([other.option for other in (*ranked, *([cheapest] if cheapest else []))], candidates, problem),
         error_source=model.error_source,
         communication_source="" if model.communication is None else model.communication.source,
     )
 
 
+def _best_per_variant(ranked: list[Candidate], picked: Candidate) -> list[Candidate]:
+    """Return one candidate per variant, best first: the picked one for its variant, the highest-ranked of each other.
+
+    ``ranked``: all candidates, best first, with ``picked`` among them.
+    """
+    by_variant: dict[tuple[str, str], Candidate] = {}
+    for candidate in (picked, *ranked):
+        by_variant.setdefault(_variant_key(candidate.option), candidate)
+    return sorted(by_variant.values(), key=ranked.index)
+
+
 def _variant_key(option: Option) -> tuple[str, str]:
-    """Return (strategy, groups of devices); of options with the same key the comparison shows one."""
+    """Return (strategy, groups of devices in words, "" for single devices): the comparison shows one option of each key."""
     return option.strategy, "" if option.group is None else option.group.text
 
 
 def _demand_inputs(goal: Goal, problem: Problem, model: JobModel) -> None:
-    """Raise InputError where the goal needs prices, a model or a limit, and the job has none."""
+    """Raise InputError where the goal needs prices, a model or a limit, and the job has none.
+
+    The cheapest plan and a budget need every device type's price, least memory a model whose layouts are known, and fewest
+    devices a limit that these must keep.
+    """
     if goal.objective == "cheapest" or goal.budget < math.inf:
         unpriced = next((device.name for device in problem.devices if device.price_micro is None), None)
         if unpriced is not None:
@@ -187,8 +201,9 @@ class _Choice:
     """Ranks candidates by the goal and picks one."""
 
     def __init__(self, candidates: Candidates) -> None:
-        """Take the goal and the job's model from ``candidates``."""
-        self.candidates, self.goal = candidates, candidates.goal
+        """Take the goal and the job's model from ``candidates``, which made all that is compared here."""
+        self.candidates = candidates
+        self.goal = candidates.goal
 
     def value(self, option: Option) -> float:
         """Return the value that options are ranked by; higher is better.
@@ -217,17 +232,19 @@ class _Choice:
         return abs(math.log(values[0] / values[1])) <= math.log1p(error)
 
     def ties(self, first: Candidate, second: Candidate) -> bool:
-        """Return whether neither of two candidates beats the other."""
+        """Return whether neither of two candidates beats the other (:meth:`beats`)."""
         return not self.beats(first, second) and not self.beats(second, first)
 
     def beats(self, first: Candidate, second: Candidate) -> bool:
         """Return whether the first candidate is ahead of the second by more than a margin and the error of compute times.
 
-        The margin is larger for an asynchronous candidate against a synchronous one.
+        The margin is larger for an asynchronous candidate (one with supersteps) against a synchronous one, because stale
+        updates cost progress that no prediction shows.
         """
-        asynchronous = [candidate.plan.superstep is not None for candidate in (first, second)]
-        margin = STALENESS_MARGIN if asynchronous == [True, False] else LEAST_GAIN
-        return self.value(first.option) > self.value(second.option) * (1 + margin) and not self.unsure(first, second)
+        only_first_is_asynchronous = first.plan.superstep is not None and second.plan.superstep is None
+        margin = STALENESS_MARGIN if only_first_is_asynchronous else LEAST_GAIN
+        is_ahead = self.value(first.option) > self.value(second.option) * (1 + margin)
+        return is_ahead and not self.unsure(first, second)
 
     def pick(self, candidates: list[Candidate]) -> Candidate:
         """Return the simplest of the candidates that no other beats.
@@ -281,23 +298,28 @@ def _settings_of_whole_step(picked: Candidate) -> dict[str, BucketSetting | Pref
 
     The picked candidate's own settings have the times of the step's last accumulation pass alone.
     """
-    step_s, exposed = picked.option.iteration_s, picked.exposed
+    exposed = picked.exposed
+    if exposed is None:
+        return {"ddp": None, "fsdp2": None}
+    step_s = picked.option.iteration_s
     times = {"step_s": step_s, "default_step_s": step_s + (picked.option.order_saves_s or 0.0)}
-    ddp, fsdp2 = (None, None) if exposed is None else (exposed.ddp, exposed.fsdp2)
     return {
-        "ddp": ddp and ddp.model_copy(update=times),
-        "fsdp2": fsdp2 and fsdp2.model_copy(update=times),
+        "ddp": None if exposed.ddp is None else exposed.ddp.model_copy(update=times),
+        "fsdp2": None if exposed.fsdp2 is None else exposed.fsdp2.model_copy(update=times),
     }
 
 
 def _all_layouts(picked: Candidate, ranked: list[Candidate], cheapest: Candidate | None) -> list[Layout]:
     """Return the layouts of all candidates without repeats: first the picked one's; those that do not fit into memory last.
 
-    Of the ``cheapest`` candidate only the layout that it is made of.
+    ``ranked``: the candidates, best first. Of the ``cheapest`` candidate (None: none) only the layout that it is made of is
+    taken.
     """
     layouts = list(picked.layouts)
-    for found in (*(other.layouts for other in ranked), cheapest.layouts[:1] if cheapest else ()):
-        layouts += [layout for layout in found if layout not in layouts]
+    for other in ranked:
+        layouts += [layout for layout in other.layouts if layout not in layouts]
+    if cheapest is not None:
+        layouts += [layout for layout in cheapest.layouts[:1] if layout not in layouts]
     fitting = [layout for layout in layouts if not layout.missing_bytes]
     return fitting + [layout for layout in layouts if layout.missing_bytes]
 

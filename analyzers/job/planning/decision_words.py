@@ -1,4 +1,4 @@
-"""Sentences that explain a decision: the answer, why, how sure, and what to do next. Start at :func:`explained`.
+"""Sentences that explain a decision: the recommendation, why, how sure, and what to do next. Start at :func:`explained`.
 
 :mod:`~.compare` makes the decision. Functions called ``..._clause`` return a part of a sentence.
 """
@@ -22,9 +22,9 @@ Value = Callable[[Option], float]
 """Returns the number that options are ranked by; higher is better."""
 # Share of communication in a step above which larger batches gain more than any strategy.
 _STARVED = 0.5
-# Smaller shares are printed as 0 %, or with one decimal as 0.0 %.
 # Waiting for the host is said from this share of a step on.
 _WORTH_SAYING = 0.1
+# Smaller shares are printed as 0 %, or with one decimal as 0.0 %.
 _LEAST_SHOWN, _LEAST_TENTH = 0.005, 0.0005
 # Share of a step below which communication is not worth mentioning.
 _NO_COMMUNICATION = 5e-5
@@ -61,14 +61,16 @@ def explained(
     first: Option,
     saved_as: str = "",
 ) -> tuple[list[str], str]:
-    """Return the sentences on the picked option (answer, reason, certainty, next step), and the next command to run.
+    """Return (sentences on the picked option, next command to run); the sentences recommend, give reason and certainty.
 
     More sentences follow on what else would save time and on failures, where there is something to say.
 
     Args:
         decision: the comparison, without its words.
         plan: the picked plan; ``picked`` is its option.
+        job: the job that was planned; ``problem`` is its placement problem.
         value: option -> number that options are ranked by.
+        knowledge: what is known of the job's times and memory, with the errors of the compute times.
         rival: the best option that is ahead of the picked one by less than the error of the compute times; None: none is.
         first: the highest-ranked option.
         saved_as: the file that the plan is written to; empty: it is not written.
@@ -78,9 +80,10 @@ def explained(
     # Next is what would settle an unsure choice, else training at once where the script need not change, else emit.
     next_command = measuring_command or f"ddltool emit {saved_as or 'PLAN'} -o enforce.json"
     if measuring_command:
-        worth = _lead_clause(picked, rival, value)
+        lead_clause = _lead_clause(picked, rival, value)
         next_step = (
-            f"Next: {measuring_command} on that machine, and profile: FILE beside it in the job, settles it{worth}."
+            f"Next: {measuring_command} on that machine, and profile: FILE beside it in the job, "
+            f"settles it{lead_clause}."
         )
     elif sum(picked.devices.values()) == 1 and _needs_only_batch(plan):
         next_command = f"ddltool profile {job.model or 'MODEL'}"
@@ -89,7 +92,7 @@ def explained(
         saving = "" if saved_as else " (-o plan.json saves the plan)"
         next_step = f"Next: ddltool emit {saved_as or 'plan.json'} writes what the training script follows{saving}."
     sentences = [
-        _answer(decision, plan, picked, problem, value, gain),
+        _recommendation(decision, plan, picked, problem, value, gain),
         _why(decision, plan, picked, first, value, compiles=job.compile) + _lacking(knowledge, job),
         certainty,
         next_step,
@@ -106,32 +109,41 @@ def explained(
 
 
 def _cheapest(decision: Decision, picked: Option, problem: Problem) -> list[str]:
-    """Return the sentence on the cheapest plan, as a list; empty where the picked one is, or costs less than 2 % more.
+    """Return a list with the sentence on the cheapest plan that was found beside the fastest.
 
-    Its price is of the whole run where the picked one's is known, else of a million tokens or samples.
+    It is empty where the objective is another one, where no prices are known, and where the picked plan costs less than
+    ``LEAST_GAIN`` more. The price is of the whole run where the picked one's is known, else of a million tokens or samples.
     """
     if decision.objective != "fastest" or len(decision.pareto) < 2 or not picked.price_per_sample:
         return []
-    option = decision.pareto[-1]
+    option = decision.pareto[-1]  # the front ends with the cheapest
     step_samples = float(option.step_samples or problem.max_workers * problem.batch_size)
     saved = 1 - (option.price_per_sample or 0.0) / picked.price_per_sample
     if saved < LEAST_GAIN:
         return []
-    unit, items = ("tokens", decision.step_tokens) if decision.step_tokens else ("samples", step_samples)
-    price, of_what = 1e6 * (option.price_per_sample or 0.0) * step_samples / items, f" for a million {unit}"
     if decision.run is not None and decision.run.price is not None:
-        price, of_what = decision.run.price * (1 - saved), " for the run"
+        price = decision.run.price * (1 - saved)
+        of_what = " for the run"
+    else:
+        unit, step_items = ("tokens", decision.step_tokens) if decision.step_tokens else ("samples", step_samples)
+        price = 1e6 * (option.price_per_sample or 0.0) * step_samples / step_items
+        of_what = f" for a million {unit}"
     used = " + ".join(f"{count} {name}" for name, count in option.devices.items())
-    how = f" with {option.order}" if option.order and decision.layouts else ""
+    layout_text = f" with {option.order}" if option.order and decision.layouts else ""
     step = f"{show_seconds(option.iteration_s)} a step"
-    return [f"Cheapest: {used}{how}: {step}, {show_money(price)}{of_what}, {saved:.0%} less (predicted)."]
+    return [f"Cheapest: {used}{layout_text}: {step}, {show_money(price)}{of_what}, {saved:.0%} less (predicted)."]
 
 
 def _lacking(knowledge: JobModel, job: Job) -> str:
-    """Return a sentence, behind a space, on the device types whose datasheets have no rate for the job's precision."""
-    kinds = {} if knowledge.layouts is None else knowledge.layouts.kinds
-    computes = precision_of(job.precision).computes
-    names = [name for name, kind in kinds.items() if computes not in kind.model.device.peak_flops]
+    """Return a sentence, behind a space, on device types without a rate for the job's precision in their datasheets.
+
+    Empty where all have one, and where layouts, which need these rates, are not known.
+    """
+    if knowledge.layouts is None:
+        return ""
+    number_format = precision_of(job.precision).computes
+    kinds = knowledge.layouts.kinds  # by device type
+    names = [name for name, kind in kinds.items() if number_format not in kind.model.device.peak_flops]
     return f" {no_rate_words(_joined(names), job.precision)}" if names else ""
 
 
@@ -144,50 +156,64 @@ def _failures(figures: FailureFigures) -> str:
             size += f", {show_bytes(figures.process_bytes)} of each process,"
     text = f"Failures: one in {show_hours(figures.job_mtbf_s / HOUR_S)}, {figures.remedies[figures.remedy].goodput:.1%} of the "
     text += f"time trains. A checkpoint{size} stops training for {show_seconds(figures.checkpoint_s)}"
-    text += f" and is written in {show_seconds(figures.write_s)} beside it" if figures.write_s else ""
+    if figures.write_s:
+        text += f" and is written in {show_seconds(figures.write_s)} beside it"
     if figures.checkpoint_interval_s is None:
         text += "; it is made at the notice"
     else:
-        text += f"; {'one' if not figures.per_storage else 'one in memory'} every "
+        text += f"; {'one in memory' if figures.per_storage else 'one'} every "
         text += show_hours(figures.checkpoint_interval_s / HOUR_S)
-    text += f", with every {_ordinal(figures.per_storage)} in storage, too" if figures.per_storage else ""
-    if len(figures.remedies) == 1:
+    if figures.per_storage:
+        text += f", with every {_ordinal(figures.per_storage)} in storage, too"
+    if len(figures.remedies) == 1:  # "restart": there is nothing to choose
         return f"{text}."
-    paid = {name: "" if it.price is None else f" for {show_money(it.price)}" for name, it in figures.remedies.items()}
-    does = {"wait": "waiting for a failed device", "shrink": "going on with the others", "spares": "spares"}
-    found = [f"{does[name]} {it.goodput:.1%}{paid[name]}" for name, it in figures.remedies.items()]
-    best = {"wait": "wait", "shrink": "go on with the others", "spares": "keep spares"}[figures.remedy]
+    doing = {"wait": "waiting for a failed device", "shrink": "going on with the others", "spares": "spares"}
+    remedy_texts = []
+    for name, remedy in figures.remedies.items():
+        price_text = "" if remedy.price is None else f" for {show_money(remedy.price)}"
+        remedy_texts.append(f"{doing[name]} {remedy.goodput:.1%}{price_text}")
+    advice = {"wait": "wait", "shrink": "go on with the others", "spares": "keep spares"}[figures.remedy]
     away = show_hours(figures.repair_s / HOUR_S)
-    return f"{text}. A failed device is away for {away}; best: {best} ({', '.join(found)})."
+    return f"{text}. A failed device is away for {away}; best: {advice} ({', '.join(remedy_texts)})."
 
 
 def _ordinal(number: int) -> str:
     """Return an ordinal number, such as ``3rd``."""
-    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    if number % 100 in (11, 12, 13):
+        return f"{number}th"
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{ending}"
 
 
 def _needs_only_batch(plan: Plan) -> bool:
-    """Return whether setting the batch size is all that a script must do: no accumulation, no recomputing, no ESTs, no host."""
-    shape = plan.sharding
-    changes = shape is not None and (shape.checkpointing or shape.offload or shape.on_host)
-    return not (plan.est_count or changes or any(row.accumulation_steps for row in plan.assignments))
+    """Return whether a training script follows the plan by setting its batch size, without any other change.
+
+    Other changes are logical workers (ESTs), recomputation, use of the hosts' memory, and gradient accumulation.
+    """
+    sharding = plan.sharding
+    if sharding is not None and (sharding.checkpointing or sharding.offload or sharding.on_host):
+        return False
+    return not plan.est_count and not any(row.accumulation_steps for row in plan.assignments)
 
 
 def why_not(option: Option, picked: Option, value: Value, tie: bool) -> str:
-    """Return in a few words why an option is not picked, such as ``12% behind``; ``tie``: it ties with the picked one."""
-    ratio = value(option) / value(picked) - 1 if value(picked) else 0.0
-    if tie and abs(ratio) < _LEAST_SHOWN:
+    """Return in a few words why an option is not picked, such as ``12% behind``.
+
+    ``value``: returns the number that options are ranked by; ``tie``: whether the option and the picked one differ by less than
+    can be told, so that the simpler one was picked.
+    """
+    lead = value(option) / value(picked) - 1 if value(picked) else 0.0
+    if tie and abs(lead) < _LEAST_SHOWN:
         return "as good, more to change"
     if tie:
-        return f"tie ({ratio:+.0%}), more to change"
-    if option.staleness and ratio > 0:
-        return f"{ratio:.0%} ahead, but stale"
-    return f"{-ratio:.0%} behind" if ratio < 0 else f"{ratio:.0%} ahead"
+        return f"tie ({lead:+.0%}), more to change"
+    if option.staleness and lead > 0:
+        return f"{lead:.0%} ahead, but stale"
+    return f"{-lead:.0%} behind" if lead < 0 else f"{lead:.0%} ahead"
 
 
-def _answer(decision: Decision, plan: Plan, picked: Option, problem: Problem, value: Value, gain: float) -> str:
-    """Return the sentences that name the devices, the work of each, the rate, the gain, and the whole run.
+def _recommendation(decision: Decision, plan: Plan, picked: Option, problem: Problem, value: Value, gain: float) -> str:
+    """Return the decision's first sentences: the devices to use, the work of each, the rate, the gain, and the whole run.
 
     ``gain``: value of the picked option over the baseline's, minus 1.
     """
@@ -197,8 +223,12 @@ def _answer(decision: Decision, plan: Plan, picked: Option, problem: Problem, va
     )
     unused = [f"the {_type_name(name, count)}" for name, count in offered.items() if name not in picked.devices]
     work = _work_per_device(decision, plan, picked)
-    unused_clause = f"{',' if work else ''} and leave {_joined(unused)} out" if unused else ""
-    rate = _rate(picked, (decision.step_tokens or picked.step_samples or problem.max_workers * problem.batch_size))
+    unused_clause = ""
+    if unused:
+        comma = "," if work else ""
+        unused_clause = f"{comma} and leave {_joined(unused)} out"
+    step_items = decision.step_tokens or picked.step_samples or problem.max_workers * problem.batch_size
+    rate = _rate(picked, step_items)
     unit = "tokens" if decision.step_tokens else "samples"
     return f"Use {used_text}{work}{unused_clause}: {rate} {unit}/s, {_gain(decision, picked, value, gain)}.{_run(decision.run)}"
 
@@ -248,34 +278,35 @@ def _work_per_device(decision: Decision, plan: Plan, picked: Option) -> str:
         return f" with {plan.est_count} logical workers"
     if plan.superstep is not None:
         return " with barriers after their own numbers of iterations"
-    samples_by_type: dict[str, set[int]] = {}
+    samples_by_type: dict[str, set[int]] = {}  # devices of one type may differ by a sample
     for row in plan.assignments:
         samples_by_type.setdefault(row.device_type, set()).add(row.local_batch_size)
     if len(samples_by_type) > 3:
         return ""
-    texts = {name: " or ".join(map(str, sorted(type_sizes))) for name, type_sizes in samples_by_type.items()}
-    shares = [
-        f"{size} {'sample' if size == '1' else 'samples'} on {_each_of_type(name, picked.devices[name])}"
-        for name, size in texts.items()
-    ]
-    return f", {_joined(shares)}"
+    parts = []
+    for name, samples in samples_by_type.items():
+        number = " or ".join(str(size) for size in sorted(samples))
+        unit = "sample" if number == "1" else "samples"
+        parts.append(f"{number} {unit} on {_each_of_type(name, picked.devices[name])}")
+    return f", {_joined(parts)}"
 
 
 def _layout_clause(layout: Layout, devices: Mapping[str, int], samples: int) -> str:
     """Return the clause on a layout: how it shards and recomputes, the samples of each device, passes and memory.
 
-    ``devices``: number of used devices by type; ``samples``: of a step, of which some devices may take one less. A layout on
-    single devices that neither shards nor recomputes is not named.
+    ``devices``: number of used devices by type; ``samples``: those of a whole step, which may not divide evenly, so that some
+    devices take one less. A layout on single devices that neither shards nor recomputes is not named.
     """
     passes = f" in {layout.passes} passes" if layout.passes > 1 else ""
     memory = show_bytes(max(layout.memory_bytes.values()))
     if layout.sharding == "none" and layout.checkpointing == "none" and layout.gpus == 1:
         size = counted(next(iter(layout.local_batch_sizes.values())), "sample")
         return f", {size} a step{passes}, {memory}"
-    shares = layout.local_batch_sizes
-    most = "" if sum(size * devices[name] for name, size in shares.items()) <= samples * layout.gpus else "up to "
+    most_samples = layout.local_batch_sizes  # device type -> most samples of a device, or of a group
+    is_exact = sum(size * devices[name] for name, size in most_samples.items()) <= samples * layout.gpus
+    most = "" if is_exact else "up to "
     sizes = _joined(
-        [f"{most}{size} on {_each_of_type(name, devices[name], layout.gpus)}" for name, size in shares.items()]
+        [f"{most}{size} on {_each_of_type(name, devices[name], layout.gpus)}" for name, size in most_samples.items()]
     )
     return f" with {layout.text}, {sizes}{passes}, {memory} a process"
 
@@ -304,7 +335,10 @@ def _run(run: RunFigures | None) -> str:
 
 
 def _gain(decision: Decision, picked: Option, value: Value, gain: float) -> str:
-    """Return the clause on the gain over the baseline, the best plan that one would make without planning."""
+    """Return the clause on the gain over the baseline, the best plan that one would make without planning.
+
+    ``gain``: value of the picked option over the baseline's, minus 1.
+    """
     if abs(gain) >= LEAST_GAIN:
         return _ahead(gain, decision.objective) + decision.baseline_name
     layout = decision.layouts[0] if decision.layouts else None
@@ -315,12 +349,17 @@ def _gain(decision: Decision, picked: Option, value: Value, gain: float) -> str:
 
 
 def _ahead(gain: float, objective: str) -> str:
-    """Return a gain in words, such as "25% faster than "; for objectives that are costs, the share of the cost saved."""
-    better, worse = _BETTER.get(objective, ("faster", "slower"))
-    if objective in ("cheapest", "least-memory", "fewest-devices"):  # values are 1 / cost
-        gain = 1 - 1 / (1 + gain) if gain > 0 else gain
-        return f"{abs(gain):.0%} {better if gain >= 0 else worse} than "
-    return f"{faster_than(gain)} "
+    """Return a gain in words, such as "25% faster than ".
+
+    ``gain``: ratio of the values of two options, minus 1. Values of objectives that are costs (price, memory, devices) are
+    1 / cost; for these it is the share of the cost that is saved: a gain of 1 is "50% cheaper per sample than ".
+    """
+    if objective not in _BETTER:
+        return f"{faster_than(gain)} "
+    better, worse = _BETTER[objective]
+    if gain > 0:
+        return f"{1 - 1 / (1 + gain):.0%} {better} than "
+    return f"{abs(gain):.0%} {better if gain == 0 else worse} than "
 
 
 def _why(decision: Decision, plan: Plan, picked: Option, first: Option, value: Value, *, compiles: bool) -> str:
@@ -329,34 +368,49 @@ def _why(decision: Decision, plan: Plan, picked: Option, first: Option, value: V
     Its clauses: the reason, the step on all devices if fewer were picked, the lead of the highest-ranked option (``first``) if
     another was picked, offloading, a host that bounds the step, and communication. ``compiles``: whether the step is compiled.
     """
-    is_single = sum(picked.devices.values()) == 1
-    grouped = None if picked.group is None else _WHY_STAGES if picked.group.pipeline > 1 else _WHY_TENSORS
-    # shares by speed may turn out equal, and then the reason is that of equal shares
-    is_equal = picked.strategy == "lb-bsp" and len({row.local_batch_size for row in plan.assignments}) == 1
-    alone = (
-        "one device has nothing to share or to exchange" if is_single else _WHY["bsp" if is_equal else picked.strategy]
-    )
-    text = (
-        f"Why: {grouped or alone}{_all_devices_clause(decision, picked)}{_first_clause(decision, picked, first, value)}"
-    )
+    text = f"Why: {_reason(plan, picked)}"
+    text += _all_devices_clause(decision, picked)
+    text += _first_clause(decision, picked, first, value)
     layout = decision.layouts[0] if decision.layouts else None
-    host, saved = (layout.offload, layout.activations) if layout is not None else (None, None)
-    if host:
-        text += f"; each host keeps {show_bytes(host.memory_bytes)} of state and needs {show_seconds(host.update_s)} of a step "
-        text += f"to update it, {show_bytes(host.copied_bytes)} go over each device's link to it"
-    if saved:
-        text += f"; each host keeps {show_bytes(saved.memory_bytes)} of activations, {show_bytes(saved.copied_bytes)} go over "
-        text += f"each device's link to it in a step, which waits {show_seconds(saved.waits_s)} for them"
-    if host or saved:
-        text += f"; tensor parallelism{' and torch.compile are' if saved else ' is'} not modelled beside that"
-    if layout is not None and (wait_s := layout.host_wait_s) > _WORTH_SAYING * picked.iteration_s:
-        helps = "a larger batch" if compiles else "a larger batch or --compile"
-        text += f"; a GPU waits {show_seconds(wait_s)} of a step for Python: {helps} may gain more than devices"
+    if layout is not None:
+        text += _host_memory_clause(layout)
+        if layout.host_wait_s > _WORTH_SAYING * picked.iteration_s:
+            helps = "a larger batch" if compiles else "a larger batch or --compile"
+            wait = show_seconds(layout.host_wait_s)
+            text += f"; a GPU waits {wait} of a step for Python: {helps} may gain more than devices"
     if picked.communication_s is None:
         return f"{text}; communication is not in these figures (no graph, no fitted model)."
-    if is_single:
+    if sum(picked.devices.values()) == 1:
         return f"{text}."
     return f"{text}; {_exposed_clause(picked, picked.communication_s)}."
+
+
+def _reason(plan: Plan, picked: Option) -> str:
+    """Return the clause on why the picked strategy, or its groups of devices, is the best one."""
+    if picked.group is not None:
+        return _WHY_STAGES if picked.group.pipeline > 1 else _WHY_TENSORS
+    if sum(picked.devices.values()) == 1:
+        return "one device has nothing to share or to exchange"
+    # shares by speed may turn out equal, and then the reason is that of equal shares
+    is_equal = picked.strategy == "lb-bsp" and len({row.local_batch_size for row in plan.assignments}) == 1
+    return _WHY["bsp" if is_equal else picked.strategy]
+
+
+def _host_memory_clause(layout: Layout) -> str:
+    """Return the clause on the state or activations that a layout keeps in the hosts' memory; empty where it keeps none."""
+    state, activations = layout.offload, layout.activations
+    text = ""
+    if state:
+        text += f"; each host keeps {show_bytes(state.memory_bytes)} of state and needs {show_seconds(state.update_s)} of a "
+        text += f"step to update it, {show_bytes(state.copied_bytes)} go over each device's link to it"
+    if activations:
+        text += f"; each host keeps {show_bytes(activations.memory_bytes)} of activations, "
+        text += f"{show_bytes(activations.copied_bytes)} go over each device's link to it in a step, "
+        text += f"which waits {show_seconds(activations.waits_s)} for them"
+    if text:
+        missing = "tensor parallelism and torch.compile are" if activations else "tensor parallelism is"
+        text += f"; {missing} not modelled beside that"
+    return text
 
 
 def _all_devices_clause(decision: Decision, picked: Option) -> str:
@@ -366,9 +420,9 @@ def _all_devices_clause(decision: Decision, picked: Option) -> str:
     """
     on_all = next((option for name, option in decision.baselines.items() if name.startswith("all ")), None)
     if on_all is not None and on_all.devices != picked.devices and on_all.iteration_s > picked.iteration_s:
-        exposed_s = on_all.communication_s
         parts = f"{show_seconds(on_all.compute_s)} until the slowest has computed its share"
-        parts += "" if exposed_s is None else f", then {show_seconds(exposed_s)} of communication"
+        if on_all.communication_s is not None:
+            parts += f", then {show_seconds(on_all.communication_s)} of communication"
         everyone = f"on all {sum(on_all.devices.values())} with equal shares"
         return f"; {everyone} a step takes {show_seconds(on_all.iteration_s)}: {parts}"
     wider = [layout for layout in decision.layouts if set(layout.devices) > set(picked.devices) and layout.step_s]
@@ -384,27 +438,34 @@ def _first_clause(decision: Decision, picked: Option, first: Option, value: Valu
         return ""
     stale_clause = f", but with updates up to {first.staleness} iterations stale" if first.staleness else ""
     lead = value(first) / value(picked) - 1
-    reason = "" if stale_clause else ", too little to change a script for"
-    text = f"is {lead:.1%} ahead{stale_clause}{reason}"
-    if lead < _LEAST_TENTH:
-        text = f"is just as good{stale_clause}"
     if first.strategy in decision.too_close and not stale_clause:
         text = f"is {lead:.1%} ahead, too close to tell apart"
+    elif lead < _LEAST_TENTH:  # would print as 0.0 %
+        text = f"is just as good{stale_clause}"
+    else:
+        text = f"is {lead:.1%} ahead{stale_clause or ', too little to change a script for'}"
     return f"; {first.strategy} {text}"
 
 
 def _exposed_clause(picked: Option, communication_s: float) -> str:
-    """Return the clause on the step's exposed communication, the order of transfers, and the source of the figure."""
-    is_fitted_or_measured = picked.order in (FITTED, MEASURED)
-    saves_enough = (picked.order_saves_s or 0.0) >= _LEAST_SHOWN * picked.iteration_s
-    is_order_shown = saves_enough or not picked.order.startswith("DDP, ")
-    order = f" with {picked.order}" if picked.order and not is_fitted_or_measured and is_order_shown else ""
+    """Return the clause on the step's exposed communication, its settings, and the source of the figure.
+
+    ``picked.order`` names the settings (sharding, buckets, order of transfers) or says that the figure is fitted or measured.
+    ``communication_s``: seconds of the step that are exposed communication.
+    """
+    source = picked.order if picked.order in (FITTED, MEASURED) else "predicted"
+    settings = ""
+    if picked.order and source == "predicted":
+        saves_enough = (picked.order_saves_s or 0.0) >= _LEAST_SHOWN * picked.iteration_s
+        if saves_enough or not picked.order.startswith(
+            "DDP, "
+        ):  # buckets that save next to nothing are not worth a word
+            settings = f" with {picked.order}"
     share = communication_s / picked.iteration_s
-    starved_clause = f" ({share:.0%} of it: larger batches per worker would gain far more)" if share > _STARVED else ""
-    exposed_text = f"{show_seconds(communication_s)} of each step is exposed communication{starved_clause}"
     if share < _NO_COMMUNICATION:
-        exposed_text = "no communication worth mentioning is exposed"
-    return f"{exposed_text}{order} ({picked.order if is_fitted_or_measured else 'predicted'})"
+        return f"no communication worth mentioning is exposed{settings} ({source})"
+    starved_clause = f" ({share:.0%} of it: larger batches per worker would gain far more)" if share > _STARVED else ""
+    return f"{show_seconds(communication_s)} of each step is exposed communication{starved_clause}{settings} ({source})"
 
 
 def _certainty(
@@ -416,9 +477,11 @@ def _certainty(
     value: Value,
     rival: Option | None,
 ) -> tuple[str, str]:
-    """Return the sentence on how sure the choice is, and the measuring command that would settle it ("": it is settled).
+    """Return (sentence on how sure the choice is, command of a measurement that would settle it, "" where it is settled).
 
-    ``gain``: value of the picked option over the baseline's, minus 1; ``rival`` as in :func:`explained`.
+    ``gain``: value of the picked option over the baseline's, minus 1; ``rival``: the best option that is ahead of the picked
+    one by less than the error of the compute times, None where none is. The sentence ends with :attr:`JobModel.remark`, if
+    there is one.
     """
     remark = f"; {knowledge.remark}" if knowledge.remark else ""
     gain_error = decision.gain_error
@@ -426,14 +489,17 @@ def _certainty(
         text = "as sure as the capabilities in the job, which come without an error; profile and fit the devices, "
         return f"How sure: {text}or give the telemetry of an earlier run, to know it{remark}.", ""
     source = f" ({decision.error_source})" if decision.error_source else ""
-    known, widest = f"known to within {decision.error:.0%}{source}", decision.error
+    known = f"known to within {decision.error:.0%}{source}"
+    widest = decision.error
     if picked.low_s is not None and picked.high_s is not None and picked.iteration_s:
-        below, above = (1 - picked.low_s / picked.iteration_s, picked.high_s / picked.iteration_s - 1)
-        known, widest = f"known to within {below:.0%} below and {above:.0%} above{source}", max(below, above)
+        below = 1 - picked.low_s / picked.iteration_s
+        above = picked.high_s / picked.iteration_s - 1
+        known = f"known to within {below:.0%} below and {above:.0%} above{source}"
+        widest = max(below, above)
     interval = _gain_interval(gain, gain_error, decision.objective)
     command = ""
-    # A tie with another plan, no better plan than the usual one, a gain within its error, a gain without an error (where both
-    # plans lean on the devices' times alike), a gain by times of unequal trust, and at last a gain beyond its error.
+    # The cases in order: a tie with another plan; no better plan than the usual one; a gain within its error; a gain without an
+    # error (both plans depend on the devices' times alike); a gain by times of unequal trust; at last a gain beyond its error.
     if rival is not None:
         command = _measuring_command({**rival.devices, **picked.devices}, knowledge, job)
         mix = " + ".join(f"{count} {name}" for name, count in rival.devices.items())
@@ -464,16 +530,23 @@ def _certainty(
 def _gain_interval(gain: float, gain_error: float | None, objective: str) -> str:
     """Return the clause on the interval of the gain.
 
-    Empty where the gain prints as 0 %, where its error is 0 or not known, where both ends print alike, and for an
-    objective that is no matter of time.
+    ``gain``: value of the picked option over the baseline's, minus 1; ``gain_error``: relative error of that ratio. Empty
+    where the gain prints as 0 %, where its error is 0 or not known (None), where both ends print alike, and for an objective
+    that is no matter of time.
     """
     if not gain_error or abs(gain) < _LEAST_SHOWN or objective in ("least-memory", "fewest-devices"):
         return ""
-    low, high = (1 + gain) / (1 + gain_error), (1 + gain) * (1 + gain_error)
+    low = (1 + gain) / (1 + gain_error)
+    high = (1 + gain) * (1 + gain_error)
     if objective == "cheapest":
-        low, high = 2 - 1 / low, 2 - 1 / high  # shares of the cost
-    ends = (f"{low:.3g}", f"{high:.3g} times as fast") if low >= 2 else (f"{low - 1:+.0%}", f"{high - 1:+.0%}")
-    return "" if ends[0] == ends[1] else f"; the gain lies between {ends[0]} and {ends[1]}"
+        # Values are 1 / price. The saved share of the price is 1 - 1 / ratio; 1 is added, as below 1 is subtracted.
+        low = 2 - 1 / low
+        high = 2 - 1 / high
+    if low >= 2:
+        low_text, high_text = f"{low:.3g}", f"{high:.3g} times as fast"
+    else:
+        low_text, high_text = f"{low - 1:+.0%}", f"{high - 1:+.0%}"
+    return "" if low_text == high_text else f"; the gain lies between {low_text} and {high_text}"
 
 
 def _is_only_communication(picked: Option, baseline: Option) -> bool:
@@ -493,7 +566,7 @@ def _measuring_command(devices: Mapping[str, int], knowledge: JobModel, job: Job
 
 
 def _lead_clause(picked: Option, rival: Option | None, value: Value) -> str:
-    """Return the clause on how much better the rival may be; empty without a rival, and where its lead prints as 0 %."""
+    """Return the clause on how much better the rival may be; empty without a rival (None), and where its lead prints as 0 %."""
     if rival is None or not value(picked):
         return ""
     lead = value(rival) / value(picked) - 1

@@ -61,8 +61,9 @@ def best_devices(
     """Return the device counts of least value that the problem's constraints allow; None where none has a value.
 
     Args:
-        value: takes (T,) counts and the least value so far; returns the value on exactly these devices, with its evaluation,
-            or None where there is no value, or only one above the least so far.
+        problem: the offered devices and the constraints that counts must keep.
+        value: takes (T,) counts and the least value so far; returns the value on exactly these devices, with its evaluation
+            (whatever the caller wants back of the best counts), or None where there is no value, or only one above the least.
         bound: takes the two corners of a box, (T,) each; returns a lower bound on the values inside, infinite where no
             counts are possible.
         most: largest number of devices that can take part.
@@ -92,7 +93,7 @@ def best_devices(
             best = (evaluated[0], counts, evaluated[1])
 
     def split(box: Box) -> list[Box]:
-        """Try the largest allowed counts of a box, and return its halves; a box of one point has none."""
+        """Try the largest allowed counts of a box, and return its halves; a box that holds a single point has none."""
         offered = widened.offering(box[1])
         try_counts(tuple(offered.with_added(offered.fastest_first, most, box[0])))
         return [] if box[0] == box[1] else [half for half in _halves(box) if sum(half[0]) <= most]
@@ -100,6 +101,7 @@ def best_devices(
     # Good counts first, because all boxes with a bound above the best value so far are dropped.
     for counts in itertools.chain(first, _largest_counts(widened, most)):
         try_counts(counts)
+    # The least bound of the boxes that were still open when the time was up; None: all were searched.
     least_bound = search(
         _roots(problem),
         lambda box: bound(*box),
@@ -126,11 +128,10 @@ def best_devices(
 def _roots(problem: Problem) -> list[Box]:
     """Return boxes that together hold all allowed counts: one, or one for each type where types may not mix."""
     offered = tuple(device.count for device in problem.devices)
-    only_type = range(len(offered))
-    corners = [offered]
-    if problem.single_type:
-        corners = [tuple(count * (index == only) for index, count in enumerate(offered)) for only in only_type]
-    return [((0,) * len(offered), corner) for corner in corners]
+    none = (0,) * len(offered)
+    if not problem.single_type:
+        return [(none, offered)]
+    return [(none, (*none[:index], count, *none[index + 1 :])) for index, count in enumerate(offered)]
 
 
 def _largest_counts(problem: Problem, max_devices: int) -> Iterator[Counts]:
@@ -153,8 +154,12 @@ def _halves(box: Box) -> list[Box]:
     """
     low, high = box
     undecided = [index for index in range(len(low)) if low[index] == 0 < high[index]]
-    split_index = undecided[0] if undecided else max(range(len(low)), key=lambda index: high[index] - low[index])
-    middle = 0 if undecided else (low[split_index] + high[split_index]) // 2
+    if undecided:
+        split_index = undecided[0]
+        middle = 0
+    else:
+        split_index = max(range(len(low)), key=lambda index: high[index] - low[index])
+        middle = (low[split_index] + high[split_index]) // 2
     return [
         (low, (*high[:split_index], middle, *high[split_index + 1 :])),
         ((*low[:split_index], middle + 1, *low[split_index + 1 :]), high),

@@ -35,9 +35,9 @@ from ddltool.plans import BucketSetting, CompressionFigures, PrefetchSetting
 from ddltool.units import show_bytes
 
 FITTED, MEASURED = "as fitted", "as measured"
+"""``Exposed.setting`` of a fit or a run, which do not know the order of transfers and so propose no better one."""
 # Passes so alike are the same: as far as two measurements of one are apart.
 _SAME_PASS = 0.1
-"""``Exposed.setting`` of a fit or a run, which do not know the order of transfers and so propose no better one."""
 
 # What every replica of DDP holds, in sizes of the weights: weights, gradients and Adam's two moments.
 STATES = 4
@@ -47,7 +47,10 @@ _SEEDS = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exposed:
-    """Seconds of communication that a step's compute does not hide, with default and with the best settings."""
+    """Seconds of communication that a step's compute does not hide, with default and with the best settings.
+
+    Settings are DDP's buckets, FSDP2's prefetch, or the order of transfers to parameter servers.
+    """
 
     default_s: float
     best_s: float
@@ -83,9 +86,9 @@ class Communication(Protocol):
         ...
 
     def ordered(self, devices: Mapping[str, int], exposed: Exposed) -> Exposed:
-        """Return the exposure of ESTs, whose gradients are summed in a fixed order, from that of replicas (``exposed``).
+        """Return the exposure of ESTs (logical workers), whose gradients are summed in a fixed order.
 
-        By default the order costs nothing.
+        ``exposed``: the exposure of replicas on the same devices, which sum in any order. By default the order costs nothing.
         """
         return exposed
 
@@ -212,13 +215,17 @@ class GraphCommunication(Communication):
         It is the exposure of the best buckets on a network as fast as the fastest of these. It is 0.0 for models that must be
         sharded and where no such network can be given.
         """
-        if self.state_bytes > self._least_memory(devices)[0]:
+        least_memory_bytes, _ = self._least_memory(devices)
+        if self.state_bytes > least_memory_bytes:
             return 0.0
         group = Fabric.joined(self.fabrics, devices)
-        if (floor := Floor.of(group, list(self.fabrics.values()), Fabric.joined(self.fabrics, most).nodes)) is None:
+        most_nodes = Fabric.joined(self.fabrics, most).nodes
+        fastest_network = Floor.of(group, list(self.fabrics.values()), most_nodes)
+        if fastest_network is None:
             return 0.0
         program = stretched(self.program, pass_s)
-        return max(0.0, finish_s(program, floor, best_cuts(program, floor)) - pass_s)
+        end_s = finish_s(program, fastest_network, best_cuts(program, fastest_network))
+        return max(0.0, end_s - pass_s)
 
     def demand_whole(self, name: str) -> None:
         """Raise Infeasible where a device of the type ``name`` cannot hold weights, gradients and Adam's moments.
@@ -238,8 +245,11 @@ class GraphCommunication(Communication):
     ) -> CompressionFigures:
         """Return the figures of a step with compressed gradients, beside DDP's default buckets, on two or more devices.
 
-        ``pass_s``: seconds of compute of a pass; ``memory_bytes_per_s``: memory bandwidth of the slowest device, which limits
-        the speed of compressing.
+        Args:
+            devices: device type -> number of devices.
+            pass_s: seconds of compute of a pass.
+            compression: how gradients are compressed.
+            memory_bytes_per_s: memory bandwidth of the slowest device, which limits the speed of compressing.
         """
         program, group = stretched(self.program, pass_s), Fabric.joined(self.fabrics, devices)
         default_s = max(pass_s, finish_s(program, group, default_cuts(program)))
@@ -269,14 +279,7 @@ class GraphCommunication(Communication):
         ``best_s`` is with TAC's order of transfers, ``default_s`` the mean over random orders. Workers of a node share its
         link to the servers.
         """
-        fabrics = [self.fabrics[name] for name in devices]
-        leaves_node = any(count > self.fabrics[name].gpus_per_node for name, count in devices.items())
-        if len(devices) < 2 and not leaves_node:  # all transfers, to servers too, stay inside the node
-            bytes_per_s, latency_s = fabrics[0].inside.bytes_per_s, fabrics[0].inside.latency_s
-        else:
-            bytes_per_s, latency_s = min(
-                (fabric.between.bytes_per_s / fabric.gpus_per_node, fabric.between.latency_s) for fabric in fabrics
-            )
+        bytes_per_s, latency_s = self._server_link(devices)
         key = pass_s, bytes_per_s, latency_s
         if key not in self._asynchronous_cache:
             # The graph's own times, computing scaled to ``pass_s`` and transfers to the worker's link.
@@ -285,16 +288,29 @@ class GraphCommunication(Communication):
             durations[is_compute] *= pass_s / self.program.compute_s
             durations[~is_compute] = latency_s + self.graph.size_bytes[~is_compute] / bytes_per_s
             graph = self.graph.with_durations(durations, list(self.graph.estimate))
-            simulator, priority = Simulator(graph), tac(graph).priority
-            best_s, default_s = (
+            simulator = Simulator(graph)
+            # None: transfers that are ready at the same time go in random order
+            by_tac_s, default_s = (
                 float(np.mean([simulator.run(order, seed).makespan_s for seed in range(_SEEDS)]))
-                for order in (priority, None)
+                for order in (tac(graph).priority, None)
             )
-            best_s = min(best_s, default_s)
+            best_s = min(by_tac_s, default_s)
             self._asynchronous_cache[key] = Exposed(
                 default_s=default_s - pass_s, best_s=best_s - pass_s, setting="TAC's order of transfers"
             )
         return self._asynchronous_cache[key]
+
+    def _server_link(self, devices: Mapping[str, int]) -> tuple[float, float]:
+        """Return (bytes per second, latency in seconds) that each worker has to the parameter servers.
+
+        Servers are on all nodes. It is the link inside the node where all ``devices`` are on one, else each worker's share of
+        the slowest link between nodes.
+        """
+        fabrics = [self.fabrics[name] for name in devices]
+        leaves_node = any(count > self.fabrics[name].gpus_per_node for name, count in devices.items())
+        if len(devices) < 2 and not leaves_node:
+            return fabrics[0].inside.bytes_per_s, fabrics[0].inside.latency_s
+        return min((fabric.between.bytes_per_s / fabric.gpus_per_node, fabric.between.latency_s) for fabric in fabrics)
 
 
 class LinkedSteps:
@@ -308,13 +324,14 @@ class LinkedSteps:
         self.program, self.fabric = source.program, replace(slowest, inside=inside)
 
     def sync_s(self, nodes: int, replicas: int) -> float:
-        """Return the seconds of synchronisation by itself, on ``replicas`` devices of so many nodes: all buckets in turn."""
-        return self.step_s(0.0, nodes, replicas)
+        """Return the seconds of synchronisation by itself, on ``replicas`` devices of ``nodes`` nodes: all buckets in turn."""
+        return self.step_s(0.0, nodes, replicas)  # all gradients are ready at once
 
     def step_s(self, compute_s: float, nodes: int, replicas: int) -> float:
-        """Return the seconds of a step with ``compute_s`` of compute on ``replicas`` devices of so many nodes."""
+        """Return the seconds of a step with ``compute_s`` seconds of compute on ``replicas`` devices of ``nodes`` nodes."""
         group = self.fabric.over(replicas, min(nodes, replicas))
-        return max(compute_s, finish_s(stretched(self.program, compute_s), group, default_cuts(self.program)))
+        communicated_s = finish_s(stretched(self.program, compute_s), group, default_cuts(self.program))
+        return max(compute_s, communicated_s)
 
 
 class FittedCommunication(Communication):
@@ -375,12 +392,17 @@ class MeasuredCommunication(Communication):
         ``sync_s`` becomes that of a DDP whose transfers take as long: so :meth:`asynchronous` returns ``response_s`` for the
         run's own ``workers``, 2 or more, and their mean pass of ``pass_s``. ``more``: the other fields.
         """
-        unit = cls(sync_s=1.0, replicas=workers, served_pass_s=pass_s, **more)
-        low_s, high_s = 0.0, response_s / (2 * unit._transfer_s)
-        for _ in range(60):  # a longer service makes a longer response, up to the service alone
+        unit = cls(sync_s=1.0, replicas=workers, served_pass_s=pass_s, **more)  # all its times are per second of sync_s
+        # Bisection for sync_s: a response grows with the server's service time, and is no shorter than that alone.
+        low_s = 0.0
+        high_s = response_s / (2 * unit._transfer_s)
+        for _ in range(60):
             middle_s = (low_s + high_s) / 2
             found_s = replace(unit, sync_s=middle_s)._response_s(workers, pass_s)
-            low_s, high_s = (middle_s, high_s) if found_s < response_s else (low_s, middle_s)
+            if found_s < response_s:
+                low_s = middle_s
+            else:
+                high_s = middle_s
         return replace(unit, sync_s=high_s)
 
     @property
@@ -402,19 +424,25 @@ class MeasuredCommunication(Communication):
         slowest_here = min((self.speeds.get(name, slowest_of_run) for name in devices), default=slowest_of_run)
         # Faster devices may copy faster, if copying is what limits the exchange.
         speed_ratio = slowest_of_run / slowest_here
+        low_s = min(by_bytes_s, by_messages_s) * min(speed_ratio, 1.0)
+        if self.served_pass_s is not None:  # waiting for a server says little of an all-reduce
+            low_s = 0.0
         return Exposed(
             default_s=by_bytes_s,
             best_s=by_bytes_s,
-            low_s=min(by_bytes_s, by_messages_s) * min(speed_ratio, 1.0) if self.served_pass_s is None else 0.0,
+            low_s=low_s,
             high_s=max(by_bytes_s, by_messages_s),
             setting=MEASURED,
         )
 
     @property
     def _transfer_s(self) -> float:
-        """Return the seconds of sending all gradients from one process to another on an otherwise idle network."""
-        one_way_s = self.sync_s * self.replicas / (2 * (self.replicas - 1))
-        return one_way_s / 2 if self.nodes == 1 else one_way_s
+        """Return the seconds of sending all gradients from one process to another on an otherwise idle network.
+
+        It follows from the measured ring all-reduce: see the class for its bytes.
+        """
+        transfer_s = self.sync_s * self.replicas / (2 * (self.replicas - 1))
+        return transfer_s / 2 if self.nodes == 1 else transfer_s
 
     def asynchronous(self, devices: Mapping[str, int], pass_s: float) -> Exposed:
         """Return the seconds of a push and a pull at one server, which serves the workers one after another.
@@ -423,17 +451,25 @@ class MeasuredCommunication(Communication):
         or a pull alone, the upper end a worker that waits for all others. What a run with a server measured has no interval
         for as many workers with passes as long.
         """
-        workers, service_s = sum(devices.values()), 2 * self._transfer_s
+        workers = sum(devices.values())
         response_s = self._response_s(workers, pass_s)
-        ends_s = (service_s / 2, workers * service_s)
-        is_known = self.served_pass_s is not None and math.isclose(pass_s, self.served_pass_s, rel_tol=_SAME_PASS)
-        low_s, high_s = (response_s, response_s) if is_known and workers == self.replicas else ends_s
+        is_same_pass = self.served_pass_s is not None and math.isclose(pass_s, self.served_pass_s, rel_tol=_SAME_PASS)
+        if is_same_pass and workers == self.replicas:  # just what was measured
+            low_s = high_s = response_s
+        else:
+            low_s = self._transfer_s
+            high_s = workers * 2 * self._transfer_s
         return Exposed(default_s=response_s, best_s=response_s, low_s=low_s, high_s=high_s, setting=MEASURED)
 
     def _response_s(self, workers: int, pass_s: float) -> float:
-        """Return the seconds of a push and a pull at one server that serves ``workers`` with passes of ``pass_s`` in turn."""
-        service_s = 2 * self._transfer_s
-        response_s, queue_length = service_s, 0.0
+        """Return the mean seconds from a worker's push to the end of its pull, waiting for the server included.
+
+        One server serves ``workers`` workers in turn, each of which computes for ``pass_s`` in between. By mean value
+        analysis: a worker that is added finds the queue that the others have on average.
+        """
+        service_s = 2 * self._transfer_s  # a push and a pull
+        response_s = service_s
+        queue_length = 0.0  # mean number of workers at the server
         for worker_count in range(1, workers + 1):
             response_s = service_s * (1 + queue_length)
             queue_length = worker_count * response_s / (pass_s + response_s) if response_s else 0.0
@@ -456,12 +492,13 @@ class MeasuredCommunication(Communication):
         best_s = max(exposed.best_s, math.sqrt(most_s * least_s))
         # On one node both directions may have to share a processor again.
         both_ways = 2 if self.nodes == 1 else 1
-        low_s, high_s = min(least_s / 2, best_s), max(most_s * both_ways, best_s)
+        low_s = min(least_s / 2, best_s)
+        high_s = max(most_s * both_ways, best_s)
         return replace(exposed, default_s=best_s, best_s=best_s, low_s=low_s, high_s=high_s)
 
 
 def _bucket_text(setting: BucketSetting) -> str:
-    """Return DDP's buckets in a few words, for an option of the comparison."""
+    """Return DDP's bucket setting in a few words: a list of the plan's own, torch's defaults, or one size in MB."""
     if setting.bucket_cap_mb_list is not None:
         return f"DDP, {len(setting.bucket_cap_mb_list)} buckets of the plan"
     return "DDP's defaults" if setting.bucket_cap_mb is None else f"DDP, bucket_cap_mb={setting.bucket_cap_mb:.4g}"

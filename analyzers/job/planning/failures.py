@@ -99,15 +99,21 @@ class Failures:
         return replace(sized, write_s=seconds) if self.write_s else replace(sized, checkpoint_s=seconds)
 
     def interval_s(self, devices: int) -> float:
-        """Return the seconds of training between checkpoints, in memory or storage; see :class:`Checkpointing`."""
+        """Return the seconds that a job on so many devices trains between checkpoints, in memory or storage.
+
+        Infinite: it makes none at regular intervals.
+        """
         return _best_checkpointing(self, devices).interval_s
 
     def per_storage(self, devices: int) -> int:
-        """Return how many checkpoints in memory come with each one in storage; 0: all are in storage."""
+        """Return how many checkpoints in memory a job on so many devices makes for each one in storage.
+
+        0: all are in storage.
+        """
         return _best_checkpointing(self, devices).per_storage
 
     def factor(self, devices: int) -> float:
-        """Return the time of a run on so many devices over its time without failures and checkpoints.
+        """Return the time of a run on so many devices over its time without failures and checkpoints; 1 or more.
 
         It grows with the devices. The time until failed devices are repaired is not in it: see :meth:`remedies`.
         """
@@ -119,10 +125,14 @@ class Failures:
         Failures are a Poisson process. Each one costs the restart, the write, and a uniformly distributed part of the time from
         one checkpoint to the next; of such a sum the variance is the rate times the mean square of a cost.
         """
-        interval_s, job_mtbf_s = self.interval_s(devices), self.mtbf_s / devices
+        job_mtbf_s = self.mtbf_s / devices
+        interval_s = self.interval_s(devices)
         period_s = interval_s + self.checkpoint_s if interval_s < math.inf else 0.0
         mean_cost_s = period_s / 2 + self.write_s + self.restart_s
-        return math.sqrt(run_s / job_mtbf_s * (mean_cost_s**2 + period_s**2 / 12))
+        mean_square_cost = (
+            mean_cost_s**2 + period_s**2 / 12
+        )  # the variance of a uniform distribution is its width^2 / 12
+        return math.sqrt(run_s / job_mtbf_s * mean_square_cost)
 
     def remedies(self, devices: int) -> Mapping[str, tuple[float, int]]:
         """Return remedy -> (share of the time that trains, number of devices that are paid), for a job on so many devices.
@@ -132,21 +142,23 @@ class Failures:
         shrunk job's speed is proportional to its devices, and it restarts to take each repaired one back. Where ``repair_s`` is
         0 or no device fails, ``restart`` is the only remedy.
         """
-        whole = 1 / self.factor(devices)
+        whole = 1 / self.factor(devices)  # share of the time that trains while no device is down
         if not self.repair_s or self.mtbf_s == math.inf:
             return {"restart": (whole, devices)}
-        share_down = self.repair_s / (self.mtbf_s + self.repair_s)
-        down = _down_probabilities(devices, share_down)
-        # devices come back at a rate of (devices - up) / repair_s, each time with a restart
-        shrunk = sum(
-            chance * up / devices / self.factor(up) * max(0.0, 1 - (devices - up) / self.repair_s * self.restart_s)
-            for up, chance in ((devices - number, chance) for number, chance in enumerate(down))
-            if up
-        )
-        found = {"wait": (whole * down[0], devices), "shrink": (shrunk, devices)}
+        share_down = self.repair_s / (self.mtbf_s + self.repair_s)  # of the time, for one device
+        down_probabilities = _down_probabilities(devices, share_down)
+        shrunk = 0.0
+        for down, chance in enumerate(down_probabilities):
+            up = devices - down
+            if up:
+                # failed devices come back at a rate of down / repair_s, each time with a restart
+                not_restarting = max(0.0, 1 - down / self.repair_s * self.restart_s)
+                shrunk += chance * up / devices / self.factor(up) * not_restarting
+        found = {"wait": (whole * down_probabilities[0], devices), "shrink": (shrunk, devices)}
         if self.spares:
-            down = _down_probabilities(devices + self.spares, share_down)
-            found["spares"] = whole * sum(down[: self.spares + 1]), devices + self.spares
+            with_spares = _down_probabilities(devices + self.spares, share_down)
+            at_most_spares_down = sum(with_spares[: self.spares + 1])
+            found["spares"] = whole * at_most_spares_down, devices + self.spares
         return found
 
 
@@ -156,10 +168,11 @@ def _down_probabilities(devices: int, share: float) -> list[float]:
     The list ends where the next ones are negligible.
     """
     chances = []
-    for number in range(devices + 1):
-        ways = math.lgamma(devices + 1) - math.lgamma(number + 1) - math.lgamma(devices - number + 1)
-        chances.append(math.exp(ways + number * math.log(share) + (devices - number) * math.log1p(-share)))
-        if number > devices * share and chances[-1] < _LEAST_PROBABILITY:
+    for down in range(devices + 1):
+        # logarithms, because the binomial coefficients of many devices overflow
+        log_ways = math.lgamma(devices + 1) - math.lgamma(down + 1) - math.lgamma(devices - down + 1)
+        chances.append(math.exp(log_ways + down * math.log(share) + (devices - down) * math.log1p(-share)))
+        if down > devices * share and chances[-1] < _LEAST_PROBABILITY:
             break
     return chances
 
@@ -168,9 +181,11 @@ def _down_probabilities(devices: int, share: float) -> list[float]:
 def _best_checkpointing(failures: Failures, devices: int) -> Checkpointing:
     """Return the checkpointing with the shortest run on so many devices, of the kinds that ``failures`` allow.
 
-    A notice that is long enough for a checkpoint makes regular ones unnecessary.
+    The kinds are: at the notice of a failure, where that is long enough for a checkpoint, which makes regular ones
+    unnecessary; at intervals in storage; and at intervals in a neighbour's memory, with every n-th in storage.
     """
-    job_mtbf_s, saving_s = failures.mtbf_s / devices, failures.checkpoint_s + failures.write_s
+    job_mtbf_s = failures.mtbf_s / devices  # the job stops when the first of its devices fails
+    saving_s = failures.checkpoint_s + failures.write_s
     if failures.notice_s and failures.notice_s >= saving_s:
         # A failure costs the checkpoint and the restart, which another failure may interrupt.
         factor = _exp_or_infinite(failures.restart_s / job_mtbf_s) + saving_s / job_mtbf_s
@@ -215,46 +230,51 @@ def _storage_checkpointing(failures: Failures, mtbf_s: float) -> Checkpointing:
     interval_s = failures.checkpoint_interval_s or max(daly_s(failures.checkpoint_s, mtbf_s), failures.write_s)
     if not interval_s:  # checkpoints that cost nothing are made all the time
         return Checkpointing(factor=_exp_or_infinite(failures.restart_s / mtbf_s), interval_s=0.0, per_storage=0)
-    exponent, factor = (interval_s + failures.checkpoint_s) / mtbf_s, math.inf
+    exponent = (interval_s + failures.checkpoint_s) / mtbf_s
+    factor = math.inf
     if exponent <= _NEVER:
-        restarted = _exp_or_infinite((failures.restart_s + failures.write_s) / mtbf_s)
-        factor = mtbf_s * restarted * math.expm1(exponent) / interval_s
+        restart_factor = _exp_or_infinite((failures.restart_s + failures.write_s) / mtbf_s)  # e^(R/M)
+        factor = mtbf_s * restart_factor * math.expm1(exponent) / interval_s
     return Checkpointing(factor=factor, interval_s=interval_s, per_storage=0)
 
 
 def _memory_checkpointing(failures: Failures, mtbf_s: float, number: int) -> Checkpointing:
     """Return the checkpointing with ``number`` checkpoints in memory, the last of which also goes to storage.
 
-    The interval is Daly's for the mean cost of a checkpoint; a failure that memory does not outlast undoes ``number``
-    intervals and so counts as many times. The factor is exact, by a Markov chain over the parts of a pattern (as Vaidya 1995):
-    ``number`` intervals, each with its checkpoint in memory, then the checkpoint in storage. A part is repeated until no
-    failure interrupts it. ``memory_share`` of the failures return to the last checkpoint in memory, the others to the one in
-    storage, which is the beginning of the pattern.
+    The interval is Daly's for the mean cost of a checkpoint, on a job that fails every ``mtbf_s`` on average; a failure that
+    memory does not outlast undoes ``number`` intervals and so counts as many times. The factor is exact, by a Markov chain over
+    the phases of a pattern (as Vaidya 1995): ``number`` intervals, each with its checkpoint in memory, then the checkpoint in
+    storage. A phase is repeated until no failure interrupts it. ``memory_share`` of the failures return to the last checkpoint
+    in memory, the others to the one in storage, which is the beginning of the pattern.
     """
-    share, lasting = failures.memory_share, 1 - failures.memory_share
+    memory_share = failures.memory_share
+    storage_share = 1 - memory_share  # of the failures: only the checkpoint in storage can be restored
     cost_s = failures.memory_s + failures.checkpoint_s / number
-    best_s = daly_s(cost_s, mtbf_s / (share + number * lasting))
+    best_s = daly_s(cost_s, mtbf_s / (memory_share + number * storage_share))
     interval_s = failures.checkpoint_interval_s or max(best_s, failures.write_s / number)
-    part_s = interval_s + failures.memory_s
-    if max(part_s, failures.checkpoint_s, failures.restart_s + failures.write_s) / mtbf_s > _NEVER:
+    phase_s = interval_s + failures.memory_s
+    if max(phase_s, failures.checkpoint_s, failures.restart_s + failures.write_s) / mtbf_s > _NEVER:
         return Checkpointing(factor=math.inf, interval_s=interval_s, per_storage=number)
-    restarted = math.exp(-failures.restart_s / mtbf_s)
     # Expected time from a failure that only storage outlasts until training goes on from the pattern's beginning.
     from_storage_s = mtbf_s * math.expm1((failures.restart_s + failures.write_s) / mtbf_s)
     # From a failure that memory outlasts: expected time, and probabilities to go on from the last checkpoint in memory or,
     # after another failure during the restart, from the beginning.
-    ends = 1 - (1 - restarted) * share
-    from_memory_s, on, back = mtbf_s * (1 - restarted) / ends, restarted / ends, (1 - restarted) * lasting / ends
-    # Expected time from a part to the pattern's end: constant + multiple * the same from the beginning; last part first.
+    restarts = math.exp(-failures.restart_s / mtbf_s)  # probability that no failure interrupts a restart
+    ends = 1 - (1 - restarts) * memory_share
+    from_memory_s = mtbf_s * (1 - restarts) / ends
+    goes_on = restarts / ends
+    goes_back = (1 - restarts) * storage_share / ends
+    # Expected time from the beginning of a phase to the pattern's end: constant + multiple * the same time from the pattern's
+    # beginning, which is not known yet. The last phase first.
     constant, multiple = 0.0, 0.0
-    for duration_s in (failures.checkpoint_s, *[part_s] * number):
+    for duration_s in (failures.checkpoint_s, *[phase_s] * number):
         passes = math.exp(-duration_s / mtbf_s)
         fails = -math.expm1(-duration_s / mtbf_s)
-        again = 1 - fails * share * on
-        to_beginning = fails * (share * back + lasting)
+        not_repeated = 1 - fails * memory_share * goes_on
+        to_beginning = fails * (memory_share * goes_back + storage_share)
         constant = (
-            fails * (mtbf_s + share * from_memory_s) + passes * constant + to_beginning * from_storage_s
-        ) / again
-        multiple = (passes * multiple + to_beginning) / again
+            fails * (mtbf_s + memory_share * from_memory_s) + passes * constant + to_beginning * from_storage_s
+        ) / not_repeated
+        multiple = (passes * multiple + to_beginning) / not_repeated
     whole_s = constant / (1 - multiple) if multiple < 1 else math.inf
     return Checkpointing(factor=whole_s / (number * interval_s), interval_s=interval_s, per_storage=number)

@@ -41,6 +41,7 @@ def plan_goodput(job: Job, section: GoodputSection, models: Mapping[str, Through
     Raises Infeasible when no number of the offered devices allows a batch.
     """
     initial = section.initial_batch_size or job.max_workers * job.batch_size
+    # without a noise scale every sample counts in full, whatever the batch
     phi = math.inf if section.noise_scale is None else section.noise_scale
     mixed = _mixed(job, section, models, initial, phi)
     try:
@@ -61,8 +62,15 @@ def _mixed(
 ) -> Plan | None:
     """Return the plan of highest goodput on devices of several types, with unequal batches.
 
-    Arguments as in :func:`_best_type`. None where the job offers (with a model) or allows one type alone, and
-    where no devices or total batch within the limits are possible.
+    None where the job has a fitted model for one offered type alone, where its workers must be of one type, and where no
+    devices or total batch within the limits are possible.
+
+    Args:
+        job: the job, with its offered devices and constraints.
+        section: the job's goodput section.
+        models: fitted model by device type.
+        initial: the initial batch size M0 in samples, which is the smallest total batch.
+        phi: the noise scale in samples, infinite where it is not known.
     """
     offers = [offer for offer in job.devices if offer.type in models]
     if len(offers) < 2 or section.max_batch_size < initial:
@@ -78,15 +86,18 @@ def _mixed(
         for offer in offers
     }
     speeds = {name: 1 / max(curve.seconds(job.batch_size), 1e-12) for name, curve in curves.items()}
+
+    def useful_samples(total: int) -> float:
+        """Return the progress of a step with a total batch of ``total`` samples, in samples at full statistical efficiency."""
+        return total * float(efficiency(phi, total, initial))
+
     with suppress(Infeasible):
         problem = from_job(job.model_copy(update={"devices": offers}), speeds)
-        totals = range(initial, section.max_batch_size + 1)
-        plan = None
-        if not problem.single_type:
-            plan = plan_best_total(
-                problem, curves, totals, lambda total: total * float(efficiency(phi, total, initial))
-            )
-        if plan is not None:  # whose mini-batches are single samples
+        if problem.single_type:
+            return None
+        plan = plan_best_total(problem, curves, range(initial, section.max_batch_size + 1), useful_samples)
+        if plan is not None:
+            # The plan's mini-batches are single samples; restate it in those of the job.
             own_units = {"max_workers": job.max_workers, "batch_size": job.batch_size}
             return plan.model_copy(update={**own_units, "throughput": plan.throughput / job.batch_size})
     return None
@@ -95,12 +106,20 @@ def _mixed(
 def _of_one_type(
     job: Job, section: GoodputSection, models: Mapping[str, ThroughputParams], initial: int, phi: float
 ) -> Plan:
-    """Return the plan of highest goodput on devices of one type; arguments and Infeasible as in :func:`_best_type`."""
+    """Return the plan of highest goodput on devices of one type, with equal batches.
+
+    ``section``: the job's goodput section; ``models``: fitted model by device type; ``initial``: the initial batch size M0 in
+    samples; ``phi``: the noise scale in samples, infinite where it is not known. Raises Infeasible when no number of the
+    offered devices allows a batch.
+    """
     started = time.perf_counter()
     device, best_index, curve = _best_type(job, section, models, initial, phi)
 
     def row(at: int) -> dict[str, Any]:
-        """Return the figures for the number of devices at index ``at`` of the curve, by the names of a plan's fields."""
+        """Return a plan's fields, name -> value, for the number of devices at index ``at`` of the curve.
+
+        They are the numbers of devices and nodes, the best batch, its goodput, and the speedup over one device.
+        """
         batch = {name: int(getattr(curve.tuned, name)[at]) for name in BATCH}
         speed = {"goodput_per_s": float(curve.tuned.goodput_per_s[at]), "speedup": float(curve.speedup[at])}
         return {"num_replicas": int(curve.num_replicas[at]), "num_nodes": int(curve.num_nodes[at]), **batch, **speed}
@@ -162,15 +181,22 @@ def _best_type(
         max_batch_size=section.max_batch_size,
         max_local_batch_size=section.max_local_batch_size,
     )
-    per_node, hourly_budget, candidates = section.devices_per_node, job.constraints.max_price_per_hour, []
+    hourly_budget = job.constraints.max_price_per_hour
+    candidates: list[tuple[str, int, Frontier]] = []
     for offer in job.devices:
         max_devices = min(offer.count, job.constraints.max_devices or offer.count)
         if hourly_budget is not None and offer.price_per_hour:
             max_devices = min(max_devices, int(hourly_budget // offer.price_per_hour))
         if offer.type in models and max_devices >= 1:
             with suppress(Infeasible):
-                model, options = models[offer.type], {"noise_scale": phi, "threshold": PAYS_SHARE}
-                curve = frontier(model, max_devices, limits, replicas_per_node=per_node, **options)
+                curve = frontier(
+                    models[offer.type],
+                    max_devices,
+                    limits,
+                    replicas_per_node=section.devices_per_node,
+                    noise_scale=phi,
+                    threshold=PAYS_SHARE,
+                )
                 candidates.append((offer.type, int(curve.tuned.goodput_per_s.argmax()), curve))
     if not candidates:
         totals_text = f"a total batch of {initial} to {limits.max_batch_size}"

@@ -98,21 +98,24 @@ def plan_islands(
     are by devices, and where the islands' step times then differ by over 2 %, shares by speed are planned too.
 
     Args:
-        source: the model.
+        source: the model, in the words of the command line: ``zoo:NAME``, ``file.py:factory``, ...
         devices: those of each island, with ``+`` between islands: ``8xH100+8xA100``.
         between: the link of one island to the others.
+        outer: how the islands meet: the numbers of inner steps to try, and how the model is sent then.
+        options: how the plan of each island is searched, and where remarks for the user go.
         batch_size: samples of all islands' inner steps together; None: 8 per device.
+        stage: shows the progress of the planning.
         model: how the model is trained and the links inside an island: further arguments of :func:`job_of`.
 
     Raises InputError for arguments that cannot be, and Infeasible, which names the island, where one has no plan.
     """
     texts = island_texts(devices)
-    told: set[str] = set()
+    remarks: set[str] = set()
 
     def tell_once(line: str) -> None:
         """Pass a remark on to the user unless another island's plan made the same one."""
-        if line not in told:
-            told.add(line)
+        if line not in remarks:
+            remarks.add(line)
             options.tell(line)
 
     options = replace(options, tell=tell_once)
@@ -176,11 +179,12 @@ def plan_islands(
 
 
 def _shares_by_speed(seconds: Sequence[float], total: int) -> list[int]:
-    """Return whole shares of ``total``, at least 1 each, with which the last island ends as early as possible.
+    """Divide ``total`` units of work among islands so that the slowest one ends as early as possible.
 
-    ``seconds``: what one unit takes on each island. Units are samples (LB-BSP, Equation 3) or inner steps (DyLU: Asynchronous
-    Local-SGD, arXiv 2401.09135).
+    Returns the whole number of units of each island, at least 1. ``seconds``: how long one unit takes on each island. Units
+    are samples (LB-BSP, Equation 3) or inner steps (DyLU: Asynchronous Local-SGD, arXiv 2401.09135).
     """
+    # to the solver of batch splits, each island is the only device of a type of its own
     rows = spread(DeviceCurves.of(per_sample_s=list(seconds)), [1] * len(seconds), total)
     assert rows is not None  # no island's share is limited
     return [row.size for row in sorted(rows, key=lambda row: row.kind)]
@@ -201,10 +205,13 @@ class _Planner:
     _done: int = 0
 
     def job(self, devices: str, samples: int, **more: Any) -> Job:
-        """Return the job that trains ``samples`` in a step on ``devices``; ``more`` replaces arguments of ``model``."""
+        """Return the job that trains ``samples`` samples in a step on ``devices`` (a text such as ``8xH100``).
+
+        ``more`` replaces arguments of ``model``.
+        """
+        job = job_of(self.source, devices, batch_size=samples, **{**self.model, **more})
         # the user named the model on the command line, so its code is trusted
-        made = job_of(self.source, devices, batch_size=samples, **{**self.model, **more})
-        return read_with_specs(made, self.model.get("devices_file"), allow_code=True)
+        return read_with_specs(job, self.model.get("devices_file"), allow_code=True)
 
     def islands(self, shares: Sequence[int]) -> list[Plan]:
         """Return the best plan of each island for its share of the samples. Raises Infeasible, which names the island."""
@@ -214,55 +221,76 @@ class _Planner:
         ]
 
     def together(self, total: int, nodes: int, link: Link) -> list[SynchronousStep]:
-        """Return [the step of one job over all devices], or [] where it has no feasible plan.
+        """Return a list with the synchronous step of one job over all devices; an empty list where it has no feasible plan.
 
-        Its ``total`` samples are trained on ``nodes`` nodes, with ``link`` between any two of them. Remarks are not repeated.
+        Args:
+            total: samples of the step.
+            nodes: number of nodes that the devices of all islands fill.
+            link: the link between any two of these nodes, also within an island: the slow one bounds every collective.
+
+        Remarks for the user are dropped, because the islands' own plans have made the same ones.
         """
-        rate, latency = f"{link.bytes_per_s:.15g}B/s", f"{link.latency_s:.15g}s"
         job = self.job(",".join(self.texts), total, nodes=nodes, nic=None)
-        options = replace(self.options, bandwidth=rate, latency=latency, nccl_tests=(), tell=lambda _: None)
+        options = replace(
+            self.options,
+            bandwidth=f"{link.bytes_per_s:.15g}B/s",
+            latency=f"{link.latency_s:.15g}s",
+            nccl_tests=(),  # measured on other links
+            tell=lambda _: None,
+        )
         with suppress(Infeasible):
             plan = self._solve(job, "all islands", options)
             return [SynchronousStep(name="one job", text=_layout_text(plan), step_s=plan.iteration_s)]
         return []
 
     def _solve(self, job: Job, name: str, options: PlanOptions) -> Plan:
-        """Return the job's plan with shares by speed, after a sign of progress; ``name`` takes the file's place in errors."""
+        """Report progress, then return the job's best plan with samples by speed (LB-BSP).
+
+        ``name`` says in errors which job has no plan: it takes the place of the job file's path. Raises Infeasible.
+        """
         self.advance(self._done, name)
         self._done += 1
         return solve("lb-bsp", job, Path(name), options)
 
 
 def _layout_text(plan: Plan) -> str:
-    """Return a plan's devices in words, and the layout of the model on them where one was chosen."""
+    """Return a plan in words: ``FSDP2 on 8 H100 + 8 A100``, or the devices alone where no layout of the model was chosen."""
     devices = " + ".join(f"{row.devices} {row.device_type}" for row in plan.assignments)
-    how = "" if plan.decision is None or not plan.decision.layouts else plan.decision.layouts[0].text
-    return f"{how} on {devices}" if how else devices
+    if plan.decision is None or not plan.decision.layouts:
+        return devices
+    layout = plan.decision.layouts[0].text
+    return f"{layout} on {devices}" if layout else devices
 
 
 def _island_figures(text: str, plan: Plan, fast: Plan, elements: int, way: Way | None, job: Job) -> IslandFigures:
-    """Return an island's figures, with the memory that is left on its devices beside the outer state.
+    """Return an island's figures, with the memory that is left on its devices beside the outer optimizer's state.
 
-    Memory is left out where the plan does not know it; figures of shares by speed are left out for ``way`` None.
+    Memory is left out where the plan does not know it. The figures with samples by speed are left out where ``way`` is None.
 
     Args:
         text: the island's devices.
-        plan: the island's plan with a share by devices.
-        fast: the island's plan with a share by speed.
+        plan: the island's plan with samples by its number of devices.
+        fast: the island's plan with samples by its speed.
         elements: number of trained parameters.
-        way: what the picked row gives unequal islands by their speeds; None: the islands are equally fast.
+        way: how the picked row balances unequal islands: see :meth:`_Comparison._ways`; None: they are equally fast.
         job: the island's job, which knows the device table.
     """
     taken = fast if way == "samples" else plan
     shard = 1 if taken.sharding is None else taken.sharding.shard
+    # the outer optimizer's state is divided among the devices of a shard group, as the model is
     outer_bytes = float(_STATES * _STATE_BYTES * elements / shard)
-    held = {} if taken.sharding is None else taken.sharding.memory_bytes
-    table = devices_of(job, "--devices")
-    free = [usable_bytes(table.device(name, "--devices")) - size - outer_bytes for name, size in held.items()]
     optional: dict[str, Any] = {}
     if way is not None:
-        optional = {"samples_by_speed": _step_samples(fast), "step_by_speed_s": fast.iteration_s}
-    optional |= {"memory_bytes": float(max(held.values())), "free_bytes": float(min(free))} if held else {}
+        optional["samples_by_speed"] = _step_samples(fast)
+        optional["step_by_speed_s"] = fast.iteration_s
+    held_bytes = {} if taken.sharding is None else taken.sharding.memory_bytes  # by device type
+    if held_bytes:
+        table = devices_of(job, "--devices")
+        free_bytes = [
+            usable_bytes(table.device(name, "--devices")) - size - outer_bytes for name, size in held_bytes.items()
+        ]
+        optional["memory_bytes"] = float(max(held_bytes.values()))
+        optional["free_bytes"] = float(min(free_bytes))
     return IslandFigures(
         devices=text,
         samples=_step_samples(plan),
@@ -274,7 +302,7 @@ def _island_figures(text: str, plan: Plan, fast: Plan, elements: int, way: Way |
 
 
 def _step_samples(plan: Plan) -> int:
-    """Return the samples of a plan's step."""
+    """Return the samples that all devices of a plan train in a step."""
     return plan.max_workers * plan.batch_size
 
 
@@ -295,39 +323,47 @@ class _Comparison:
 
     @property
     def compute_s(self) -> float:
-        """Return the seconds of a total batch if nothing had to be sent and no island ever waited."""
-        rates = [share / seconds for share, seconds in zip(self.shares, self.step_s, strict=True)]
-        by_steps = sum(self.shares) / sum(rates)
-        return min([by_steps, *([max(self.step_by_speed_s)] if self.step_by_speed_s else [])])
+        """Return the seconds of a total batch if nothing had to be sent between islands and no island ever waited."""
+        samples_per_s = [share / seconds for share, seconds in zip(self.shares, self.step_s, strict=True)]
+        total_batch_s = sum(self.shares) / sum(samples_per_s)
+        if self.step_by_speed_s is None:
+            return total_batch_s
+        # with samples by speed the islands end nearly together, and other batches may compute more efficiently
+        return min(total_batch_s, max(self.step_by_speed_s))
 
     def averaged_gradients(self) -> SynchronousStep:
-        """Return the synchronous step: gradients are averaged over the link in every step, hidden behind the backward pass."""
-        inner_s = min(max(self.step_s), max(self.step_by_speed_s or self.step_s))
-        sent_s = replace(self.exchange, bits=_GRADIENT_BITS, fragments=1).fragment_s
-        step_s = inner_s + max(0.0, sent_s - _BACKWARD * inner_s)
-        return SynchronousStep(name="DDP between islands", text="DDP between islands", step_s=step_s)
+        """Return the synchronous step of DDP between islands: gradients are averaged over the link in every step.
+
+        The exchange is hidden behind the backward pass as far as that lasts; the remainder makes the step longer.
+        """
+        compute_s = min(max(self.step_s), max(self.step_by_speed_s or self.step_s))
+        exchange_s = replace(
+            self.exchange, bits=_GRADIENT_BITS, fragments=1
+        ).fragment_s  # whole, uncompressed gradients
+        exposed_s = max(0.0, exchange_s - _BACKWARD * compute_s)
+        return SynchronousStep(name="DDP between islands", text="DDP between islands", step_s=compute_s + exposed_s)
 
     def row(self, every: int) -> OuterRow:
         """Return the figures of rounds with ``every`` inner steps on average, balanced by the fastest of :meth:`_ways`.
 
-        All times are seconds per total batch; without ``overlapped`` in the name they are those of the same round without
-        overlap.
+        A round is the inner steps up to an outer step, and the exchange. All times are seconds per total batch; without
+        ``overlapped`` in the name they are those of the same round without overlap.
         """
         ways = self._ways(every)
-        step_s = {way: self._step_s(rounds.round_s, rounds.every) for way, rounds in ways.items()}
+        step_s = {way: self._per_total_batch_s(rounds.round_s, rounds.every) for way, rounds in ways.items()}
         way = min(ways, key=lambda one: step_s[one])
         best = ways[way]
-        blocking = replace(best, overlap=0)
+        blocking = replace(best, overlap=0)  # every island stops until the exchange is over
         exchange = self.exchange
         return OuterRow(
             outer_every=every,
             inner_steps=list(best.every),
             way=way,
-            step_s=self._step_s(blocking.round_s, best.every),
-            exposed_s=self._step_s(blocking.exposed_s, best.every),
+            step_s=self._per_total_batch_s(blocking.round_s, best.every),
+            exposed_s=self._per_total_batch_s(blocking.exposed_s, best.every),
             overlap=best.overlap,
             overlapped_s=step_s[way],
-            overlapped_exposed_s=self._step_s(best.exposed_s, best.every),
+            overlapped_exposed_s=self._per_total_batch_s(best.exposed_s, best.every),
             sent_bytes=exchange.sent_bytes,
             sent_bytes_per_s=exchange.sent_bytes / best.round_s,
             ways=step_s,
@@ -335,35 +371,44 @@ class _Comparison:
         )
 
     def _ways(self, every: int) -> dict[Way, Rounds]:
-        """Return the rounds of each way to balance unequal islands by their speeds.
+        """Return the rounds of each way to balance islands of unequal speeds; ``every``: mean number of inner steps.
 
-        They are ``equal`` (not at all), ``steps`` (each island makes its own number of inner steps) and ``samples`` (of an
-        inner step). The last two exist for unequal islands only, and ``steps`` only if each island makes one per fragment.
+        The ways are ``equal`` (not balanced), ``steps`` (a faster island makes more inner steps in a round) and ``samples`` (a
+        faster island trains more samples in each inner step). The last two exist for unequal islands only, and ``steps`` only
+        if each island makes at least one inner step per fragment.
         """
-        steps: dict[Way, tuple[Sequence[float], list[int]]] = {"equal": (self.step_s, [every] * len(self.shares))}
+        equal_numbers = [every] * len(self.shares)
+        # way -> (seconds of an inner step, inner steps in a round), both by island
+        inner_steps: dict[Way, tuple[Sequence[float], list[int]]] = {"equal": (self.step_s, equal_numbers)}
         if self.step_by_speed_s is not None:
-            steps["steps"] = self.step_s, _shares_by_speed(self.step_s, every * len(self.shares))
-            steps["samples"] = self.step_by_speed_s, steps["equal"][1]
+            inner_steps["steps"] = self.step_s, _shares_by_speed(self.step_s, every * len(self.shares))
+            inner_steps["samples"] = self.step_by_speed_s, equal_numbers
         return {
             way: Rounds(
                 step_s=seconds,
                 every=numbers,
                 fragment_s=self.exchange.fragment_s,
                 fragments=self.exchange.fragments,
-                overlap=min(self.overlap, min(numbers) - 1),
+                overlap=min(self.overlap, min(numbers) - 1),  # a fragment must arrive within the round
             )
-            for way, (seconds, numbers) in steps.items()
+            for way, (seconds, numbers) in inner_steps.items()
             if min(numbers) >= self.exchange.fragments or way == "equal"
         }
 
-    def _step_s(self, seconds: float, every: Sequence[int]) -> float:
-        """Return the share of a round's ``seconds`` per total batch, if the islands make ``every`` inner steps."""
-        made = sum(steps * share for steps, share in zip(every, self.shares, strict=True))
-        return seconds * sum(self.shares) / made
+    def _per_total_batch_s(self, round_s: float, every: Sequence[int]) -> float:
+        """Convert seconds of (or within) a round into seconds per total batch, so that rounds can be compared with steps.
+
+        ``every``: inner steps of each island in the round. A total batch is one inner step's samples of all islands.
+        """
+        round_samples = sum(steps * share for steps, share in zip(every, self.shares, strict=True))
+        return round_s * sum(self.shares) / round_samples
 
 
 def _published(elements: int, islands: int, every: int) -> PublishedLoss | None:
-    """Return the range of losses that papers measured in the settings nearest to this one; None where there are none."""
+    """Return the range of changes in loss that papers measured in the settings nearest to this one; None for no such paper.
+
+    ``elements``: number of trained parameters; ``islands``: their number; ``every``: inner steps between outer steps.
+    """
     runs = published(elements, islands, every)
     if not runs:
         return None

@@ -55,14 +55,16 @@ if TYPE_CHECKING:
 
 
 def read_with_specs(job_or_file: Path | Job, devices_file: Path | None, *, allow_code: bool = False) -> Job:
-    """Return a job, or read it from its file, with the specifications of device types in ``devices_file``.
+    """Return a job, read from its file if it is given as one, that knows the device types specified in ``devices_file``.
 
-    ``allow_code``: whether the file may name a model in Python code. The configuration file of a ``transformers:`` model is
-    taken relative to the job's file.
+    ``devices_file``: specifications of the user's own types; None: only shipped types are known. ``allow_code``: whether the
+    file may name a model in Python code. The configuration file of a ``transformers:`` model is taken relative to the job's
+    file.
     """
     if isinstance(job_or_file, Job):
         return with_specs(job_or_file, job_or_file.name, devices_file)
-    file, job = job_or_file, read_job(job_or_file, allow_code=allow_code)
+    file = job_or_file
+    job = read_job(file, allow_code=allow_code)
     scheme, _, name = str(job.model).partition(":")
     if scheme == "transformers" and name.endswith(".json"):
         job = job.model_copy(update={"model": f"transformers:{file.parent / name}"})
@@ -70,7 +72,10 @@ def read_with_specs(job_or_file: Path | Job, devices_file: Path | None, *, allow
 
 
 def written_in(job: Job, folder: Path) -> Job:
-    """Return the job as a file in ``folder`` says it: what :func:`read_with_specs` and plans read from there."""
+    """Return the job as a file in ``folder`` must say it: paths in it become relative to that folder.
+
+    :func:`read_with_specs` and plans take paths in a job file relative to the file.
+    """
     scheme, _, name = str(job.model).partition(":")
     if scheme == "transformers" and name.endswith(".json"):
         return job.model_copy(update={"model": f"transformers:{os.path.relpath(name, folder)}"})
@@ -128,10 +133,11 @@ def fitted_models(job: Job, job_file: Path) -> dict[str, ThroughputParams]:
 
 
 def scanned(job: Job, graph: Graph | None, tell: Tell) -> Job:
-    """Return the job with ``hardware_agnostic`` set by a scan of its model's operators.
+    """Return the job with ``hardware_agnostic`` set: whether its operators give the same bits on devices of any type.
 
-    Only for a job that asks for determinism D2 without that field; any other is returned as it is. Without a model or ``graph``
-    to scan it becomes False, which keeps the plan to one device type.
+    A scan of the model's operators tells. It is made only for a job that asks for determinism D2 without that field; any other
+    is returned as it is. ``graph``: the job's graph, if it has been read; None: its model is traced. Without a model or a graph
+    to scan the field becomes False, which keeps the plan to one device type.
     """
     limits = job.constraints
     if limits.determinism != "D2" or limits.hardware_agnostic is not None:
@@ -161,7 +167,7 @@ def capabilities_of(job: Job, folder: Path, where: str, tell: Tell) -> dict[str,
     """
     capabilities: dict[str, float] = {}
     unrated: list[str] = []
-    models: dict[str, ThroughputParams] = {}  # read when a device first needs its own
+    models: dict[str, ThroughputParams] = {}  # by device type; all files are read when a device first needs its own
     for offer in job.devices:
         if offer.capability_per_s is not None:
             capabilities[offer.type] = offer.capability_per_s
@@ -269,10 +275,10 @@ def knowledge_of(job: Job, job_file: Path, options: PlanOptions, run: Run | None
 
     With a run, layouts are left out. The curves and models are not yet scaled to the run.
     """
-    named = {offer.type: job_file.parent / offer.goodput for offer in job.devices if offer.goodput is not None}
-    fitted = {name: load(path, Goodput) for name, path in named.items()}
-    models = {name: model.params_of(name) for name, model in fitted.items()}
-    errors, source = _errors(job, job_file.parent, fitted, run)
+    fit_files = {offer.type: job_file.parent / offer.goodput for offer in job.devices if offer.goodput is not None}
+    fitted = {name: load(path, Goodput) for name, path in fit_files.items()}
+    models = {name: fit.params_of(name) for name, fit in fitted.items()}
+    errors, error_source = _errors(job, job_file.parent, fitted, run)
     fabrics = _fabrics_or_assumed(job, job_file.parent, options)
     return JobModel(
         curves=step_curves(job, job_file),
@@ -284,21 +290,23 @@ def knowledge_of(job: Job, job_file: Path, options: PlanOptions, run: Run | None
         drift=0.0 if run is None else run.drift,
         seen={} if run is None else run.devices,
         errors=errors,
-        error_source=source,
+        error_source=error_source,
         d2_eligible=None if options.graph is None else scan(options.graph).d2_eligible,
     )
 
 
 def _errors(job: Job, folder: Path, fitted: Mapping[str, Goodput], run: Run | None) -> tuple[dict[str, float], str]:
-    """Return device type -> relative error of its compute times (the largest of its sources), and the sources in words.
+    """Return (device type -> relative error of its compute times, where the errors come from in words).
 
-    Types whose error is not known, such as those with a capability in the job, are left out.
+    ``fitted``: device type -> fit, for types that have one; ``run``: an earlier run (None: none). Where a type's times come
+    from several sources, the largest of their errors counts. Types whose error is not known, such as those with a capability
+    in the job, are left out.
     """
     errors: dict[str, float] = {}
     sources: list[str] = []
     table = devices_of(job, str(folder / "job.yaml"))
     for offer in job.devices:
-        candidates: list[tuple[float, str]] = []
+        candidates: list[tuple[float, str]] = []  # (relative error, source in words)
         if run is not None and offer.type in run.errors():
             candidates.append((run.errors()[offer.type], "spread of the earlier run's steps"))
         elif offer.capability_per_s is None and offer.profile is not None:
@@ -326,9 +334,10 @@ def _communication(
     run: Run | None,
     fabrics: dict[str, Fabric] | None,
 ) -> Communication | None:
-    """Return the first source of exposed communication that is there; None without any.
+    """Return the most trusted source of exposed communication that the job has; None without any.
 
-    The order is: an earlier run of several processes, a graph on a known network, a fit of several replicas.
+    In this order they are: an earlier run of several processes, a graph on a known network, a fit of several replicas.
+    ``models``: fitted throughput models, ``fabrics``: networks, both by device type.
     """
     if run is not None and run.world_size > 1:
         size_bytes = None if options.graph is None else options.graph.parameter_bytes
@@ -352,9 +361,9 @@ def _communication(
 
 
 def _fabrics_or_assumed(job: Job, folder: Path, options: PlanOptions) -> dict[str, Fabric] | None:
-    """Return device type -> network; where a traceable job names no network, an assumed one, with a remark.
+    """Return device type -> network, as :func:`fabrics_of`, but assume one where a traceable job names none.
 
-    None where another job names none.
+    The user is told of the assumption where the job has several devices. None where a job that is not traceable names none.
     """
     fabrics = fabrics_of(job, folder, options)
     if fabrics is not None or not traceable(job):
@@ -383,9 +392,9 @@ def _layouts(job: Job, folder: Path, fabrics: Mapping[str, Fabric]) -> Layouts |
 def options_that_fit(job: Job, job_file: Path, options: PlanOptions, holds: Callable[[Layouts], bool]) -> list[str]:
     """Return the options of ``ddltool plan``, each by itself, with which the job would fit into memory: ``["--lora 16"]``.
 
-    Tried are an 8-bit optimizer, parameters in a half type, both where neither does, LoRA of rank 16, and half the samples'
-    length, a quarter, ... (the longest that fits). ``holds``: layouts -> whether one of them fits. Nothing is told to the
-    user.
+    Tried are an 8-bit optimizer, parameters in a half-precision type, both together where neither suffices, LoRA of rank 16,
+    and half the samples' length, a quarter, ... (the longest that fits). ``holds``: returns whether one of some layouts fits.
+    The user sees no remarks on these trials.
     """
     quiet = replace(options, tell=lambda _: None)
     fabrics = _fabrics_or_assumed(job, job_file.parent, quiet)
@@ -420,10 +429,11 @@ def options_that_fit(job: Job, job_file: Path, options: PlanOptions, holds: Call
 def graph_communication(
     job: Job, folder: Path, options: PlanOptions, fabrics: dict[str, Fabric] | None
 ) -> GraphCommunication | None:
-    """Return communication simulated on the graph in ``options`` or, where ``fabrics`` are given, of the job's model.
+    """Return communication that is simulated on a training graph: the one in ``options``, else that of the job's model.
 
-    ``fabrics``: device type -> network; None: links of the bandwidth that the graph was timed for. None without a graph, and
-    with a remark where no bandwidth is known. Raises InputError for a graph that is not a timed training step.
+    ``fabrics``: device type -> network; None: links of the bandwidth that the graph was timed for (the model is not traced
+    then). None without a graph, and where no bandwidth is known, which the user is told. Raises InputError for a graph that is
+    not a timed training step.
     """
     graph = options.graph
     if graph is None and job.model is not None and fabrics is not None:
@@ -471,22 +481,23 @@ def fabrics_of(job: Job, folder: Path, options: PlanOptions, timed_for: Link | N
     --bandwidth, else 1.
     """
     cluster = None if job.cluster is None else load(folder / job.cluster, Cluster)
-    table, offers = devices_of(job, str(folder / "job.yaml")), [offer for offer in job.devices if offer.count]
-    rate = between_nodes(None, options.bandwidth, options.latency, ("", "--bandwidth", "--latency"))
+    table = devices_of(job, str(folder / "job.yaml"))
+    offers = [offer for offer in job.devices if offer.count]
+    given_link = between_nodes(None, options.bandwidth, options.latency, ("", "--bandwidth", "--latency"))
     group_size = job.group.size if job.group else 1
     fabrics: dict[str, Fabric] = {}
     for offer in offers:
-        groups = [] if cluster is None else [group for group in cluster.nodes if group.devices.type == offer.type]
+        nodes = [] if cluster is None else [group for group in cluster.nodes if group.devices.type == offer.type]
         spec = table.find(offer.type)
         default_link = own_link(spec) if spec is not None else parse_link("pcie3")
-        link_texts = [text for text in (*(group.link for group in groups), offer.link) if text is not None]
+        link_texts = [text for text in (*(group.link for group in nodes), offer.link) if text is not None]
         inside = min((parse_link(text) for text in link_texts), key=lambda link: link.bytes_per_s, default=default_link)
-        per_node = max((max(group.devices.count // group_size, 1) for group in groups), default=offer.per_node or 1)
-        if rate is not None and not groups and offer.per_node is None and inside.kind.startswith("nvlink"):
+        per_node = max((max(group.devices.count // group_size, 1) for group in nodes), default=offer.per_node or 1)
+        if given_link is not None and not nodes and offer.per_node is None and inside.kind.startswith("nvlink"):
             per_node = max(DEVICES_PER_NODE // group_size, 1)
             assumption = f"{offer.type}: {per_node} a node on {inside.text} ({inside.bytes_per_s / 1e9:.4g} GB/s)"
             options.tell(f"note: {assumption} are assumed; a cluster, or per_node beside the count, says otherwise")
-        between = rate or _slowest_between(groups, offer, options.latency) or timed_for
+        between = given_link or _slowest_between(nodes, offer, options.latency) or timed_for
         if between is None and len(offers) == 1 and 1 < offer.count <= per_node:
             # All devices are in one node; parameter servers are reached over PCIe through the host.
             between = replace(parse_link("pcie3"), latency_s=parse_latency(options.latency))
@@ -502,18 +513,22 @@ def fabrics_of(job: Job, folder: Path, options: PlanOptions, timed_for: Link | N
 def _slowest_between(groups: Sequence[NodeGroup], offer: DeviceOffer, latency: str) -> Link | None:
     """Return the slowest link between the nodes in ``groups``, or the offer's for no groups; None where any is not known.
 
-    ``latency``: of links that the cluster gives by their speed alone.
+    ``latency``: text such as ``50us``, for links that are given by their speed alone; a named card's datasheet has its own.
     """
+    # (speed in Gbit/s or None, name of a card or None); a speed takes precedence
     given = [(group.nic_gbit, group.nic or offer.nic) for group in groups] or [(offer.nic_gbit, offer.nic)]
-    options = ("nic", "nic_gbit", "--latency")  # for errors
-    links = [
-        between_nodes(card, None, None, options)
-        if gbit is None
-        else between_nodes(None, f"{gbit}Gbit", latency, options)
-        for gbit, card in given
-    ]
+    option_names = ("nic", "nic_gbit", "--latency")  # for errors
+    links: list[Link | None] = []
+    for gbit, card in given:
+        if gbit is None:
+            link = between_nodes(card, None, None, option_names)
+        else:
+            link = between_nodes(None, f"{gbit}Gbit", latency, option_names)
+        links.append(link)
     known_links = [link for link in links if link is not None]
-    return min(known_links, key=lambda link: link.bytes_per_s) if len(known_links) == len(links) else None
+    if len(known_links) < len(links):
+        return None
+    return min(known_links, key=lambda link: link.bytes_per_s)
 
 
 def _timed_graph(job: Job, folder: Path) -> Graph:
@@ -612,7 +627,7 @@ def read_prices(prices: str, offered_types: Sequence[str]) -> dict[str, float]:
     ``offered_types``, whose spelling the result has.
     """
     by_type: dict[str, float] = {}
-    types = {name_key(name): name for name in offered_types}
+    types = {name_key(name): name for name in offered_types}  # in any case and spelling -> as it was offered
     for part in prices.split(","):
         match = re.fullmatch(r"\s*([^=]+?)\s*=\s*\$?([0-9]{1,9}(?:\.[0-9]{1,6})?)\s*", part)
         if match is None:
@@ -658,7 +673,7 @@ def job_of(
     that are None take the job's default.
 
     Args:
-        source: the model.
+        source: the model, as a job's ``model`` names it: ``zoo:NAME``, ``file.py:factory``, a graph file, ...
         devices: for example ``A100=8,V100=4``, or ``A100=8@2.5`` with a price per hour; every type needs its number.
         nodes: nodes in all, each with devices of one type, dealt in proportion to the devices; None: 8 devices on each.
         batch_size: samples of a step on all devices together; None: 8 per device.
@@ -738,9 +753,10 @@ def _counts_and_prices(devices: str) -> tuple[dict[str, int], dict[str, float | 
 
 
 def _per_node(counts: dict[str, int], nodes: int | None) -> dict[str, int]:
-    """Return device type -> devices per node, when the devices ``counts`` (by type) are dealt to ``nodes`` nodes.
+    """Return device type -> devices on a node, when ``counts`` devices (by type) are distributed over ``nodes`` nodes.
 
-    A node has devices of one type. None: nodes of 8. Raises InputError for fewer nodes than types or more than devices.
+    A node has devices of one type. ``nodes`` of None: as many as are needed with 8 devices on each. Raises InputError for fewer
+    nodes than types or more nodes than devices.
     """
     used_counts = {name: count for name, count in counts.items() if count}
     if nodes is None:

@@ -62,11 +62,12 @@ class JobModel:
     def other_s(self, devices: Iterable[str], skewed_s: float = 0.0) -> float:
         """Return the seconds of a step beside compute and communication, on the types ``devices``.
 
-        It is the longest overhead, that of a type without a known one being the longest of all, and the waiting that goes with
-        ``skewed_s`` seconds of compute on devices that synchronise (0: a single device).
+        They are the longest overhead of these types, plus the waiting of devices that synchronise because each is slow at
+        other times. ``skewed_s``: seconds of compute during which such waiting arises; 0.0: a single device, which never waits.
         """
-        longest = max(self.overhead_s.values(), default=0.0)
-        return max((self.overhead_s.get(name, longest) for name in devices), default=0.0) + self.imbalance * skewed_s
+        longest_s = max(self.overhead_s.values(), default=0.0)  # assumed for types whose overhead is not known
+        overhead_s = max((self.overhead_s.get(name, longest_s) for name in devices), default=0.0)
+        return overhead_s + self.imbalance * skewed_s
 
     def error(self, devices: Iterable[str]) -> float | None:
         """Return the largest relative error of the compute times of the types ``devices``; None where none is known."""
@@ -86,10 +87,12 @@ class JobModel:
             return None
         if len(types) > 1 and (first.host_bound or second.host_bound):
             return math.hypot(*errors.values())
-        leanings = (
-            (first.leans_on.get(name, 0.0) - second.leans_on.get(name, 0.0), error) for name, error in errors.items()
-        )
-        return math.hypot(*(difference * error for difference, error in leanings if abs(difference) > 1e-9))
+        contributions = []
+        for name, error in errors.items():
+            difference = first.leans_on.get(name, 0.0) - second.leans_on.get(name, 0.0)
+            if abs(difference) > 1e-9:  # less is rounding
+                contributions.append(difference * error)
+        return math.hypot(*contributions)
 
 
 class Bounds:
@@ -102,15 +105,20 @@ class Bounds:
 
     def __init__(self, model: JobModel, goal: Goal, problem: Problem, strategy: str) -> None:
         """Take the job's model, goal and problem, and the name of the strategy whose steps are bounded."""
-        self.model, self.goal, self.problem, self.strategy = model, goal, problem, strategy
-        by_samples = strategy in ("bsp", "lb-bsp")
+        self.model = model
+        self.goal = goal
+        self.problem = problem
+        self.strategy = strategy
+        by_samples = strategy in ("bsp", "lb-bsp")  # the other strategies deal out whole mini-batches
         work_per_worker = problem.batch_size if by_samples else 1
         curves = model.curves if by_samples else {}
-        self.work = problem.max_workers * work_per_worker  # of a step, in samples or mini-batches
+        self.work = problem.max_workers * work_per_worker
+        """What all devices do together in a step, in samples or in mini-batches."""
         self.times = [
             curves.get(device.name, StepTime()).at_capability(device.capability_per_s, work_per_worker)
             for device in problem.devices
         ]
+        """Time over such units of work, by type in the problem's order."""
         self._least_compute_s = cache(self._compute_s)
 
     def __call__(self, low: Counts, high: Counts) -> float:
@@ -137,7 +145,9 @@ class Bounds:
         offered = [(step_time, count) for step_time, count in zip(self.times, high, strict=True) if count]
         if self.strategy == "elastic-bsp":  # nobody waits for a whole step
             return self.work / sum(step_time.samples_per_s * count for step_time, count in offered)
-        low_s, high_s = 0.0, min(step_time.seconds(self.work) for step_time, _ in offered)
+        # Bisection: within ``low_s`` the devices do not manage the work, within ``high_s`` they do.
+        low_s = 0.0
+        high_s = min(step_time.seconds(self.work) for step_time, _ in offered)
         for _ in range(_HALVINGS):
             middle_s = (low_s + high_s) / 2
             if sum(step_time.most_within(middle_s, self.work) * count for step_time, count in offered) >= self.work:
@@ -166,9 +176,9 @@ class Bounds:
             return math.inf
 
     def _price(self, low: Counts, high: Counts, step_s: float) -> float:
-        """Return a lower bound of the price of a step of ``step_s`` seconds.
+        """Return a lower bound of the price in dollars of a step of ``step_s`` seconds on ``low`` to ``high`` (T,) devices.
 
-        It is the larger of two: the price of ``low`` (T,) devices for that time, and that of the work on the cheapest type.
+        It is the larger of two: the price of the ``low`` devices for that time, and that of the work on the cheapest type.
         """
         hourly = [(device.price_micro or 0) / 1e6 for device in self.problem.devices]
         price_of_low = sum(price * count for price, count in zip(hourly, low, strict=True)) * step_s
@@ -185,11 +195,12 @@ RESCALED_FROM = 2.0
 def measured_speeds(
     run: Run, batch_size: int, curves: Mapping[str, StepTime]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return device type -> mini-batches per second in an earlier run, and device type -> factor by which its fit was off.
+    """Return (capabilities, factors) that an earlier run measured, both by device type.
 
-    A factor is measured compute over that of the fit (in ``curves``) for the measured batch, of the median rank. A type with a
-    fit keeps the fit's shape: its time for ``batch_size`` samples is the fit's times the factor. A type without one takes a
-    time proportional to its samples, or to its saturation batch where that is larger.
+    A capability is in mini-batches of ``batch_size`` samples per second. A factor is measured compute over that of the fit (in
+    ``curves``: device type -> step time over samples) for the measured batch, of the median rank; types without a fit have
+    none. A type with a fit keeps the fit's shape: its time for ``batch_size`` samples is the fit's times the factor. A type
+    without one takes a time proportional to its samples, or to its saturation batch where that is larger.
     """
     factors: dict[str, float] = {}
     capabilities: dict[str, float] = {}
@@ -245,7 +256,7 @@ def combine(measured: Mapping[str, float], predicted: Mapping[str, float]) -> Co
 
 
 def with_run(knowledge: JobModel, run: Run, factors: Mapping[str, float]) -> JobModel:
-    """Return ``knowledge`` with every curve and model scaled to agree with ``run``.
+    """Return ``knowledge`` with every type's step time over batch size, and its fitted model, scaled to agree with ``run``.
 
     ``factors``: device type -> measured compute over that of its fit; 1 for types that are not in it.
     """
@@ -263,14 +274,16 @@ def scaled_model(model: ThroughputParams, factor: float, run: Run) -> Throughput
     intercept.
     """
     scaled = {"alpha_grad_s": model.alpha_grad_s * factor, "beta_grad_s": model.beta_grad_s * factor}
-    if run.world_size > 1 and not run.servers:
-        longest_s = max(rank.compute_s for rank in run.ranks)
-        sync_s = longest_s * float(((1 + run.sync_s / longest_s) ** model.gamma - 1) ** (1 / model.gamma))
-        fitted_s = float(sync_time_s(model, run.num_nodes, run.world_size))
-        if fitted_s > 0:
-            names = ("alpha_sync_local_s", "beta_sync_local_s", "alpha_sync_node_s", "beta_sync_node_s")
-            scaled |= {name: getattr(model, name) * sync_s / fitted_s for name in names}
-        else:
-            level = "local" if run.num_nodes < 2 else "node"
-            scaled |= {f"alpha_sync_{level}_s": sync_s, f"beta_sync_{level}_s": 0.0}
+    if run.world_size < 2 or run.servers:
+        return model.model_copy(update=scaled)
+    longest_s = max(rank.compute_s for rank in run.ranks)
+    # the formula above divided by c, because powers of very long or short times could overflow
+    sync_s = longest_s * float(((1 + run.sync_s / longest_s) ** model.gamma - 1) ** (1 / model.gamma))
+    fitted_s = float(sync_time_s(model, run.num_nodes, run.world_size))
+    if fitted_s > 0:
+        names = ("alpha_sync_local_s", "beta_sync_local_s", "alpha_sync_node_s", "beta_sync_node_s")
+        scaled |= {name: getattr(model, name) * sync_s / fitted_s for name in names}
+    else:
+        level = "local" if run.num_nodes < 2 else "node"
+        scaled |= {f"alpha_sync_{level}_s": sync_s, f"beta_sync_{level}_s": 0.0}
     return model.model_copy(update=scaled)

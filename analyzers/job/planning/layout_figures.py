@@ -92,7 +92,7 @@ class LayoutCandidate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Timed:
-    """A pass of some samples on a device type, with the shares of host and library time in it."""
+    """The forward and backward pass of one mini-batch on a device type, with the time of each operation."""
 
     program: Program
     graph: Graph
@@ -102,7 +102,7 @@ class _Timed:
         return own_update_s(self.graph, sharding)
 
     def share(self, name: str) -> float:
-        """Return the host's or the library's share of the time (``host_share``, ``library_share``)."""
+        """Return the share of the pass's time, 0 to 1, that ``name`` says: ``host_share`` (Python) or ``library_share``."""
         return float(self.graph.meta.get(name) or 0.0)
 
 
@@ -114,7 +114,8 @@ class LayoutFigures:
     shares of samples, in prices.
 
     In all methods ``used`` is device type -> number of devices, ``name`` a device type, ``passes`` the number of passes of a
-    step, ``size`` the samples of one pass, and ``recompute`` what is recomputed (see :class:`LayoutCandidate`).
+    step, ``size`` the samples of one pass, and ``recompute`` what is recomputed (see :class:`LayoutCandidate`). A pass is one
+    forward and backward pass on a device; a step of several passes accumulates their gradients.
 
     The private fields cache by: ``_timed`` (device type, samples, recomputation, work), ``_reserved_bytes`` and ``_peaks``
     (sharding, recomputation, samples) in bytes, ``_settings`` the layout as JSON, ``_savings`` recomputation key,
@@ -141,44 +142,59 @@ class LayoutFigures:
     _solved: dict[tuple[str, bool], LayoutCandidate | None] = field(default_factory=dict)
 
     def _with_settings(self, candidate: LayoutCandidate) -> Layout:
-        """Return the layout with step and price reduced by what the best DDP buckets or FSDP2 prefetch save.
-
-        For groups of devices nothing is known of better settings.
-        """
-        layout, saved_s = candidate.layout, 0.0
-        if candidate.sharding.gathers:
-            _, prefetch = self.communication(candidate)
-            if prefetch is not None:
-                saved_s = max(0.0, prefetch.default_step_s - prefetch.step_s) * layout.passes
-        elif candidate.sharding.kind == "ddp" and self.degrees.gpus == 1:
-            program, group = self._last_pass(candidate), self._process_group(layout.devices, candidate.sharding)
-            default_s = finish_s(program, group, default_cuts(program))
-            best_s = min(default_s, finish_s(program, group, best_cuts(program, group)))
-            saved_s = max(program.compute_s, default_s) - max(program.compute_s, best_s)
+        """Return the layout with step and price reduced by what the best DDP buckets or FSDP2 prefetch save."""
+        layout = candidate.layout
+        saved_s = self._saved_by_settings_s(candidate)
         step_s = layout.step_s or math.inf
         price = None if layout.price_per_sample is None else layout.price_per_sample * (1 - saved_s / step_s)
         return layout.model_copy(update={"step_s": step_s - saved_s, "price_per_sample": price})
 
+    def _saved_by_settings_s(self, candidate: LayoutCandidate) -> float:
+        """Return by how many seconds the best DDP buckets or FSDP2 prefetch make a step shorter than the defaults.
+
+        0.0 for groups of devices, of which no better settings are known, and for a single process.
+        """
+        if candidate.sharding.gathers:
+            _, prefetch = self.communication(candidate)
+            if prefetch is None:
+                return 0.0
+            # sharded replicas communicate in every pass
+            return max(0.0, prefetch.default_step_s - prefetch.step_s) * candidate.layout.passes
+        if candidate.sharding.kind == "ddp" and self.degrees.gpus == 1:
+            program = self._last_pass(candidate)
+            group = self._process_group(candidate.layout.devices, candidate.sharding)
+            default_s = finish_s(program, group, default_cuts(program))
+            best_s = min(default_s, finish_s(program, group, best_cuts(program, group)))
+            # what ends before the pass's compute does is hidden, and earlier still saves nothing
+            return max(program.compute_s, default_s) - max(program.compute_s, best_s)
+        return 0.0
+
     def _last_pass(self, candidate: LayoutCandidate) -> Program:
-        """Return the program of one pass on the device type that ends last."""
+        """Return one pass (when each gradient is ready) on the device type that ends the step last."""
         largest = candidate.layout.local_batch_sizes[candidate.slowest]
         size = -(-largest // candidate.layout.passes)
         timed = self._timed_pass(candidate.slowest, size, candidate.recompute, candidate.sharding)
         return self._hooked(timed, candidate.sharding)
 
     def _exchanged_bytes(self, name: str, sharding: Sharding) -> float:
-        """Return the bytes of a device's gradients, those of its stage, in the smaller of their sent and their stored size.
+        """Return a lower bound of the bytes of gradients that a device of type ``name`` exchanges in a step.
 
-        So it is a lower bound of what the device exchanges.
+        They are the gradients of the device's pipeline stage, in the smaller of the sizes in which they are sent and stored.
         """
+        # gradients are as large for any batch, so one that is traced anyway is taken
         program = self._timed_pass(name, self.work.traced.graph.batch_size or 1, "none", sharding).program
         return float(min(program.size_bytes.sum(), program.held_bytes.sum())) / self.degrees.pipeline
 
     def _missing_bytes(self, candidate: LayoutCandidate) -> float:
-        """Return by how many bytes torch's allocator exceeds device memory, the worst type's; 0.0: the layout fits."""
-        most_missing, work = 0.0, self._work(candidate.sharding)
+        """Return how many bytes torch's allocator lacks on the device type that lacks most; 0.0: the layout fits.
+
+        The allocator reserves more than its tensors take, because memory is fragmented.
+        """
+        most_missing = 0.0
+        work = self._work(candidate.sharding)
         for name, size in candidate.layout.local_batch_sizes.items():
-            usable, pass_samples = self.kinds[name].usable_bytes, -(-size // candidate.layout.passes)
+            usable = self.kinds[name].usable_bytes
+            pass_samples = -(-size // candidate.layout.passes)  # rounded up
             saving = self._saving(candidate.recompute, pass_samples, candidate.sharding)
             # what a process holds, place by place; None: a batch too large for the model
             held = partial(work.held, pass_samples, candidate.sharding, self.optimizer, saving)
@@ -194,7 +210,10 @@ class LayoutFigures:
         return most_missing
 
     def at_speeds(self, capabilities: Mapping[str, float], batch_size: int) -> Self:
-        """Return these figures scaled to measured capabilities: mini-batches of ``batch_size`` samples per second, by type."""
+        """Return these figures with times scaled so that they agree with measured capabilities.
+
+        ``capabilities``: device type -> mini-batches of ``batch_size`` samples per second; types not in it stay as they are.
+        """
         kinds = dict(self.kinds)
         for name, capability in capabilities.items():
             kinds[name] = replace(kinds[name], slower=self.capability(name, batch_size) / capability)
@@ -208,20 +227,20 @@ class LayoutFigures:
         return replace(self, _timed={}, _reserved_bytes={}, _peaks={}, _settings={}, _solved={}, **fields)
 
     def alternatives(self, candidate: LayoutCandidate) -> dict[str, Self]:
-        """Return what the user may change of the script beside the layout, by name: torch.compile, float8, channels_last.
+        """Return what the user may change of the script beside the layout: name of the change -> the figures with it.
 
-        Float8 is tried, compiled, where every device has it; channels_last where convolutions are a part of the step.
+        The changes are torch.compile; float8, compiled, where every device has units for it; and channels_last where
+        convolutions are more than a small share of the step.
         """
-        if candidate.layout.activations:  # not modelled together
+        if candidate.layout.activations:  # none of them is modelled together with activations on the host
             return {}
         found = {} if self.compile else {"torch.compile": self.changed(compile=True)}
         work = self.work.under(candidate.sharding)
-        has_units = all("float8" in self.kinds[name].model.device.peak_flops for name in candidate.layout.devices)
-        if has_units and work.eighth is not None and self.degrees.gpus == 1:
+        has_float8 = all("float8" in self.kinds[name].model.device.peak_flops for name in candidate.layout.devices)
+        if has_float8 and work.eighth is not None and self.degrees.gpus == 1:
+            name = "fp8" if self.compile else "torch.compile with fp8"
             with suppress(InputError):
-                found["fp8" if self.compile else "torch.compile with fp8"] = self.changed(
-                    compile=True, work=work.eighth()
-                )
+                found[name] = self.changed(compile=True, work=work.eighth())
         if work.last is not None and self.degrees.gpus == 1 and _convolution_share(work.traced.graph) > _OF_IMAGES:
             with suppress(InputError):
                 found["channels_last"] = self.changed(work=work.last())
@@ -237,14 +256,17 @@ class LayoutFigures:
         return None if costed is None else costed.layout.step_s
 
     def split_wait_s(self, candidate: LayoutCandidate) -> float:
-        """Return by how many seconds a step of groups is longer where DTensor splits their layers, as in what is emitted.
+        """Return by how many seconds a step is longer where DTensor splits layers among a group's devices.
 
-        The figures of groups are those of libraries that split without it, as Megatron does, or compile it away.
+        The scripts that ``ddltool emit`` writes use DTensor, whose Python code takes time for each operation. The figures of
+        groups are those of libraries that split without it, as Megatron does, or compile it away. 0.0 without tensor
+        parallelism and for a compiled step.
         """
         if self.degrees.tensor == 1 or self.compile:
             return 0.0
-        passes, size = candidate.layout.passes, candidate.layout.local_batch_sizes[candidate.slowest]
-        timed = self._timed_pass(candidate.slowest, -(-size // passes), candidate.recompute, candidate.sharding)
+        passes = candidate.layout.passes
+        step_samples = candidate.layout.local_batch_sizes[candidate.slowest]
+        timed = self._timed_pass(candidate.slowest, -(-step_samples // passes), candidate.recompute, candidate.sharding)
         busy_s = candidate.layout.compute_s or 0.0
         return split_wait_s(timed.graph, passes, self.degrees.pipeline, busy_s)
 
@@ -261,9 +283,9 @@ class LayoutFigures:
         return 1 / seconds if seconds else math.inf
 
     def _busy_s(self, timed: _Timed, sharding: Sharding, passes: int) -> float:
-        """Return the seconds for which a device computes in a step, on average over the stages.
+        """Return the seconds for which a device computes in a step of ``passes`` passes, on average over pipeline stages.
 
-        They are those of the passes, of the sums of their gradients and of the update.
+        They are those of the passes, of adding up the passes' gradients and of the optimizer's update.
         """
         # The backward passes of a group's step hold its sums already.
         sums_s = (passes - 1) * own_sum_s(timed.graph, sharding) if self.degrees.gpus == 1 else 0.0
@@ -271,11 +293,14 @@ class LayoutFigures:
         return (passes * pass_s + sums_s + timed.own_update_s(sharding)) / self.degrees.pipeline
 
     def _hooked(self, timed: _Timed, sharding: Sharding) -> Program:
-        """Return a pass with the hooks of a sharding; of groups of devices the pass as it is."""
+        """Return a pass with the time that the hooks of DDP or FSDP2 take on the host; for groups, the pass without them.
+
+        Groups of devices have DTensor's overhead in place of the hooks': see :meth:`split_wait_s`.
+        """
         return timed.program if self.degrees.gpus > 1 else hooked(timed.program, timed.graph, sharding)
 
     def _work(self, sharding: Sharding) -> WorkCurve:
-        """Return the work of a step under a sharding."""
+        """Return the step's operations as a function of the batch size, as this sharding (and compilation) runs them."""
         return self.work.under(sharding, self.compile)
 
     def whole_bytes(self, devices: Mapping[str, int], batch_size: int) -> float:
@@ -293,11 +318,12 @@ class LayoutFigures:
         return needed
 
     def demand_whole(self, name: str, count: int, batch_size: int) -> None:
-        """Raise Infeasible where ``count`` offered devices of a type lack the memory for a whole model and a mini-batch.
+        """Raise Infeasible where devices of a type lack the memory for a whole model and ``batch_size`` samples.
 
-        Two of them are looked at if there are two, because the exchange of gradients takes memory.
+        ``count``: how many of them are offered; 0: nothing is demanded of the type.
         """
         if count:
+            # two devices exchange gradients, which takes memory beside the model; more take no more than two
             self.whole_bytes({name: min(2, count)}, batch_size)
 
     def plan(self, candidate: LayoutCandidate, problem: Problem, strategy: Literal["bsp", "lb-bsp"]) -> Plan:
@@ -305,7 +331,8 @@ class LayoutFigures:
 
         Its ``iteration_s`` is compute alone; ``Layout.step_s`` includes exposed communication.
         """
-        layout, names = candidate.layout, list(candidate.layout.devices)
+        layout = candidate.layout
+        names = list(layout.devices)
         most_samples = max(row.size for row in candidate.rows)
         pass_samples = -(-most_samples // layout.passes)
         saving = self._saving(candidate.recompute, pass_samples, candidate.sharding)
@@ -342,9 +369,10 @@ class LayoutFigures:
         return problem.plan(strategy, compute_s, rows, waste=waste, status="feasible", sharding=sharding)
 
     def communication(self, candidate: LayoutCandidate) -> tuple[BucketSetting | None, PrefetchSetting | None]:
-        """Return (DDP's best buckets, None) or (None, FSDP2's best prefetch that fits memory); (None, None) for one process.
+        """Return the best settings as (DDP's buckets, FSDP2's prefetch that fits memory), of which one or both are None.
 
-        They are cached by layout, which holds the sharding and the samples, and by its times and bytes the recomputation.
+        Both are None for one process, for groups of devices, and where FSDP2 finds no units to shard. Results are cached by the
+        layout as JSON: it holds sharding and samples, and its times and bytes tell kinds of recomputation apart.
         """
         key = candidate.layout.model_dump_json()
         if key not in self._settings:
@@ -352,14 +380,12 @@ class LayoutFigures:
         return self._settings[key]
 
     def _communication(self, candidate: LayoutCandidate) -> tuple[BucketSetting | None, PrefetchSetting | None]:
-        """Return the uncached result of :meth:`communication`; also (None, None) where FSDP2 finds no units to shard.
-
-        What groups set is theirs: nothing is known of the settings that suit them best.
-        """
-        layout, counts = candidate.layout, candidate.layout.devices
-        if layout.sharding == "none" or self.degrees.gpus > 1:
+        """Return the result of :meth:`communication` without its cache."""
+        layout = candidate.layout
+        if layout.sharding == "none" or self.degrees.gpus > 1:  # nothing is known of settings that suit groups
             return None, None
-        program, group = self._last_pass(candidate), self._process_group(counts, candidate.sharding)
+        program = self._last_pass(candidate)
+        group = self._process_group(layout.devices, candidate.sharding)
         if not candidate.sharding.gathers:
             return bucket_setting(plan_ddp(program, group)), None
         plans = plan_fsdp(program, group)
@@ -374,23 +400,27 @@ class LayoutFigures:
         return None, prefetch_setting(plans, chosen)
 
     def _sample_s(self, name: str, size: int) -> float:
-        """Return the least seconds that a sample takes or adds on a device type near ``size`` samples, for lower bounds.
+        """Return a lower bound of the seconds that a sample takes on a device type in passes of about ``size`` samples.
 
-        They come from whole and sharded steps of sizes that are traced anyway.
+        It is the least of what a sample takes on average and of what one more sample adds, in whole and in sharded steps, by
+        passes of two sizes that are traced anyway.
         """
         traced_size = self.work.traced.graph.batch_size or 2 * size
-        sizes = sorted({size, traced_size if traced_size != size else 2 * size})
+        other_size = traced_size if traced_size != size else 2 * size
+        small, large = sorted((size, other_size))
         least_s = math.inf
         for sharding in (WHOLE, Sharding(kind="fsdp")):
-            shorter_s, longer_s = (
+            small_s, large_s = (
                 self._timed_pass(name, samples, "none", sharding).program.compute_s / self.degrees.pipeline
-                for samples in sizes
+                for samples in (small, large)
             )
-            least_s = min(least_s, (longer_s - shorter_s) / (sizes[1] - sizes[0]), shorter_s / sizes[0])
+            added_s = (large_s - small_s) / (large - small)
+            mean_s = small_s / small
+            least_s = min(least_s, added_s, mean_s)
         return max(least_s, 1e-12)
 
     def _recomputations(self) -> Sequence[str]:
-        """Return the ways of recomputing to try; a model without a list of blocks has none but saving everything."""
+        """Return the ways of recomputing to try, from least to most; only "none" for a model without a list of blocks."""
         return self.ways if self.work.lifetimes(1).blocks else WAYS[:1]
 
     def _fastest_batching(
@@ -405,22 +435,25 @@ class LayoutFigures:
     ) -> LayoutCandidate | None:
         """Return the fastest number of passes and batch sizes for given devices, sharding and recomputation.
 
-        A layout that lacks memory even for one sample has ``missing_bytes``; None where no layout is made or accepted.
+        A layout that lacks memory even for one sample has ``missing_bytes``. None where every number of passes was passed over.
 
         Args:
+            used: device type -> number of devices.
             sharding: how the replicas share parameters, gradients and the optimizer's state.
+            recompute: what is recomputed, see :class:`LayoutCandidate`.
             equal: whether every device takes as many samples; else all end at about the same time.
             accept: a layout for which it returns False is passed over.
             least_passes: fewest passes.
             limit_s: seconds of a step; a layout whose lower bound is above is not traced.
         """
-        devices, best = sum(used.values()), None
-        found = self._fewest_passes(used, sharding, recompute, equal or len(used) == 1, least_passes)
+        is_equal = equal or len(used) == 1  # devices of one type end together with equal numbers of samples
+        found = self._fewest_passes(used, sharding, recompute, is_equal, least_passes)
         if found is None:
             return self._too_large(used, sharding, recompute)
         fewest_passes, limits = found
-        for passes in self._passes(fewest_passes, devices, len(used) > 1 and not equal):
-            summing = replace(sharding, sums=passes > 1)
+        best: LayoutCandidate | None = None
+        for passes in self._passes(fewest_passes, sum(used.values()), unequal=not is_equal):
+            summing = replace(sharding, sums=passes > 1)  # several passes keep the sum of their gradients
             rows = self._shares(used, limits, summing, recompute, passes, equal)
             if rows is None or min(row.size for row in rows) < passes:  # each pass needs a sample
                 continue
@@ -434,15 +467,17 @@ class LayoutFigures:
     def _fewest_passes(
         self, used: Mapping[str, int], sharding: Sharding, recompute: str, equal: bool, least: int
     ) -> tuple[int, dict[str, int]] | None:
-        """Return the fewest passes that fit, at least ``least``, and the most samples of one by device type.
+        """Return (fewest passes that fit memory, device type -> most samples of a pass); None where not even one sample fits.
 
-        One pass holds more samples than one of several, which keep the sum of their gradients. ``equal``: every device takes
-        as many samples. None where not even one sample fits.
+        ``equal``: every device takes as many samples; ``least``: fewest passes to return. A step's only pass holds more samples
+        than one of several, beside which the sum of the gradients is kept; so where one pass turns out too few, the limits
+        are found again with that sum (``sharding.sums``).
         """
         sharding = replace(sharding, sums=sharding.sums or least > 1)
         devices = sum(used.values())
-        # A device is given at most twice the mean share.
-        limits = {name: self._most_samples(sharding, recompute, name, 2 * -(-self.total // devices)) for name in used}
+        # A device is given at most twice the mean number of samples.
+        upper = 2 * -(-self.total // devices)
+        limits = {name: self._most_samples(sharding, recompute, name, upper) for name in used}
         if min(limits.values()) < 1:
             return None
         passes = max(least, -(-self.total // sum(count * limits[name] for name, count in used.items())))
@@ -453,12 +488,19 @@ class LayoutFigures:
         return passes, limits
 
     def _passes(self, fewest: int, devices: int, unequal: bool) -> list[int]:
-        """Return the numbers of passes to try; stages of a pipeline wait the less for each other the more there are."""
-        # Passes of unequal samples take as long as passes of the most: equal ones are tried, too.
-        most_samples = -(-self.total // devices)
-        equal = next((passes for passes in range(fewest, 2 * fewest) if most_samples % passes == 0), fewest)
-        tried = [fewest, fewest + 1, 2 * fewest] if unequal else [fewest, equal]
-        if self.degrees.pipeline > 1:
+        """Return the numbers of passes to try, without repeats.
+
+        ``fewest``: the fewest that fit memory; ``devices``: those that share the samples, whose numbers of samples may be
+        ``unequal``.
+        """
+        if unequal:
+            tried = [fewest, fewest + 1, 2 * fewest]
+        else:
+            # If passes differ in samples, each takes as long as the largest: so a number that divides the samples is tried too.
+            most_samples = -(-self.total // devices)
+            dividing = next((passes for passes in range(fewest, 2 * fewest) if most_samples % passes == 0), fewest)
+            tried = [fewest, dividing]
+        if self.degrees.pipeline > 1:  # the more passes there are, the less pipeline stages wait for each other
             most = self.total // devices
             tried += [2**power for power in range(most.bit_length()) if fewest < 2**power <= most]
         return list(dict.fromkeys(tried))
@@ -472,15 +514,17 @@ class LayoutFigures:
         passes: int,
         equal: bool,
     ) -> tuple[Row, ...] | None:
-        """Return the samples of each device, equal or with one common end time; None where memory does not hold them.
+        """Return how many samples of a step each device takes, in ``passes`` passes; None where memory does not hold them.
 
-        ``limits``: by device type, the samples of one pass that a device holds.
+        The numbers are equal if ``equal`` or on one type, else such that all devices end at the same time. ``limits``: device
+        type -> samples of one pass that a device holds. A row's ``kind`` is the index of its type in ``used``.
         """
         counts = list(used.values())
         if equal or len(used) == 1:
             return tuple(equal_rows(dict(enumerate(counts)), self.total))
         mean_samples = max(2, -(-self.total // (sum(counts) * passes)))
         lines = [self._pass_line(name, mean_samples, recompute, sharding) for name in used]
+        # the time of a whole step over its samples: each pass pays the fixed time once
         times = [
             replace(line, launch_s=line.launch_s * passes, memory_limit=passes * limits[name])
             for line, name in zip(lines, used, strict=True)
@@ -488,7 +532,10 @@ class LayoutFigures:
         return spread(DeviceCurves.of_types(times), counts, self.total)
 
     def _pass_line(self, name: str, size: int, recompute: str, sharding: Sharding) -> StepTime:
-        """Return a pass's time as a line over samples, through 1 sample and the next power of 2: few sizes are traced."""
+        """Return the time of a pass as a linear function of its samples (fixed seconds and seconds per sample).
+
+        The line goes through the times of 1 sample and of ``size`` rounded up to a power of 2, so that few sizes are traced.
+        """
         upper_size = 2 ** math.ceil(math.log2(max(size, 2)))
         if self.work.traced.largest is not None:
             upper_size = max(2, min(upper_size, self.work.traced.largest))
@@ -501,15 +548,21 @@ class LayoutFigures:
     def _lower_bound_s(
         self, used: Mapping[str, int], sharding: Sharding, recompute: str, passes: int, rows: tuple[Row, ...]
     ) -> float:
-        """Return a lower bound of a step: the slowest device's passes, and all gradients sent from the first ready one on."""
-        names, compute_s = list(used), 0.0
+        """Return a lower bound of the seconds of a step, without tracing the sizes of its passes.
+
+        It is the slowest device's passes, the last of which ends no earlier than all gradients are exchanged, if that begins
+        when the first gradient is ready. ``rows``: the samples of each device; ``kind``: index of its type in ``used``.
+        """
+        names = list(used)
+        compute_s = 0.0  # of one pass on the slowest device
         for row in rows:
             size = -(-row.size // passes)
             compute_s = max(compute_s, self._pass_line(names[row.kind], size, recompute, sharding).seconds(size))
-        group, name = self._process_group(used, sharding), names[rows[0].kind]
+        group = self._process_group(used, sharding)
+        name = names[rows[0].kind]
         program = self._timed_pass(name, self.work.traced.graph.batch_size or 1, "none", sharding).program
         reduce_s = group.reduce_scatter_s if sharding.gathers else group.all_reduce_s
-        # The share of a pass before the first gradients are ready; 0 for a stage, of which it is not known.
+        # The share of a pass before the first gradient is ready; 0 for a pipeline stage, of which it is not known.
         first_ready_share = float(program.ready_s[0]) / program.compute_s if self.degrees.pipeline == 1 else 0.0
         exchanged_s = 0.0 if group.replicas < 2 else reduce_s(self._exchanged_bytes(name, sharding))
         return SURE * ((passes - 1) * compute_s + max(compute_s, first_ready_share * compute_s + exchanged_s))
@@ -523,16 +576,18 @@ class LayoutFigures:
         rows: tuple[Row, ...],
         accept: Accept = lambda _: True,
     ) -> LayoutCandidate | None:
-        """Return the layout with its figures; None where ``accept`` refuses even its compute without communication.
+        """Return the layout with its time, memory and price.
 
-        ``rows``: the devices' samples in a step.
+        ``rows``: the samples of each device in a step; ``kind``: index of its type in ``used``. None where ``accept`` refuses
+        the layout with a step of compute alone: communication would make it only worse, and need not be costed.
         """
         names = list(used)
+        # device type -> most samples of a step on one device, which decide its time and memory
         sizes = {names[row.kind]: max(other.size for other in rows if other.kind == row.kind) for row in rows}
         timed_passes = {
             name: self._timed_pass(name, -(-size // passes), recompute, sharding) for name, size in sizes.items()
         }
-        computes_s = {name: self._busy_s(timed, sharding, passes) for name, timed in timed_passes.items()}
+        compute_s = max(self._busy_s(timed, sharding, passes) for timed in timed_passes.values())
         prices = [self.kinds[name].price_per_hour for name in used]
         hourly_price = sum(count * (price or 0.0) for count, price in zip(used.values(), prices, strict=True))
 
@@ -544,7 +599,7 @@ class LayoutFigures:
                 checkpointing=_checkpointing(recompute),
                 local_batch_sizes=sizes,
                 passes=passes,
-                compute_s=max(computes_s.values()),
+                compute_s=compute_s,
                 step_s=step_s,
                 memory_bytes={
                     name: self._peak(sharding, recompute, -(-size // passes)) for name, size in sizes.items()
@@ -555,13 +610,13 @@ class LayoutFigures:
                 **fields,
             )
 
-        if not accept(make_layout(max(computes_s.values()))):
+        if not accept(make_layout(compute_s)):
             return None
         # A step ends with the type that takes longest, communication on the network of all used types included.
         gpus = {name: count * self.degrees.gpus for name, count in used.items()}
         group = Fabric.joined({name: self.kinds[name].fabric for name in used}, gpus)
         place = Placement(num_nodes=group.nodes, num_replicas=sum(used.values()), gpus=self.degrees.gpus)
-        seconds = {
+        step_times = {
             name: self._work(sharding).step_time(
                 timed.graph,
                 timed.program,
@@ -572,8 +627,9 @@ class LayoutFigures:
             )
             for name, timed in timed_passes.items()
         }
-        slowest = max(seconds, key=lambda name: seconds[name].step_s)
-        timed, longest_s = timed_passes[slowest], seconds[slowest].step_s
+        slowest = max(step_times, key=lambda name: step_times[name].step_s)
+        longest_s = step_times[slowest].step_s
+        timed = timed_passes[slowest]
         low_s, high_s = self.kinds[slowest].model.interval(
             longest_s,
             host_share=timed.share("host_share"),
@@ -581,18 +637,19 @@ class LayoutFigures:
             compiled=self.compile,
         )
         # A host-bound type takes as long for a smaller share of the batch, so its time does not follow the device.
-        host_bound = any(each.hooks_s > 0.0 for each in seconds.values()) or any(
-            each.share("host_share") > _HOST_NEAR for each in timed_passes.values()
-        )
-        wait_s = host_wait_s(timed.graph, passes, seconds[slowest])
+        waits_for_hooks = any(each.hooks_s > 0.0 for each in step_times.values())
+        host_is_near = any(each.share("host_share") > _HOST_NEAR for each in timed_passes.values())
+        host_bound = waits_for_hooks or host_is_near
+        wait_s = host_wait_s(timed.graph, passes, step_times[slowest])
         layout = make_layout(longest_s, low_s=low_s, high_s=high_s, host_bound=host_bound, host_wait_s=wait_s)
         return LayoutCandidate(layout=layout, sharding=sharding, recompute=recompute, rows=rows, slowest=slowest)
 
     def _with_solved_recomputation(self, candidate: LayoutCandidate, on_host: bool) -> LayoutCandidate | None:
-        """Return the layout with the cheapest recomputation that fits memory, or None: see :meth:`_solve_recomputation`.
+        """Return the layout with the recomputation that takes least time and fits memory; None where no step is shorter.
 
-        Results are cached by layout, which holds the sharding and the most samples of each device type: time and memory
-        follow from these, and what the candidate itself recomputes is solved anew.
+        ``on_host``: see :meth:`_solve_recomputation`. Results are cached by the layout as JSON, which holds the sharding and
+        the most samples of each device type: time and memory follow from these, and what the candidate itself recomputes is
+        solved anew.
         """
         key = candidate.layout.model_dump_json(), on_host
         if key not in self._solved:
@@ -600,13 +657,15 @@ class LayoutFigures:
         return self._solved[key]
 
     def _solve_recomputation(self, candidate: LayoutCandidate, on_host: bool) -> LayoutCandidate | None:
-        """Return the layout with the cheapest recomputation that fits memory, by a solver; None where no step is shorter.
+        """Return the layout with the recomputation that takes least time and fits memory, chosen by a solver.
 
-        ``on_host``: some blocks save on the host, if that is cheapest; None where it is not.
+        ``on_host``: whether blocks may save activations on the host. None where no step is shorter, where no choice fits, and
+        where ``on_host`` is allowed and saving there brings nothing.
         """
         from ddltool.analyzers.step.costs.checkpointing import cheapest  # it loads a solver
 
         layout = candidate.layout
+        # one choice is made for all device types: that of the type with least memory left
         tightest = min(
             layout.memory_bytes,
             key=lambda device_type: self.kinds[device_type].usable_bytes - layout.memory_bytes[device_type],
@@ -647,7 +706,7 @@ class LayoutFigures:
         return better if fits else None
 
     def _too_large(self, used: Mapping[str, int], sharding: Sharding, recompute: str) -> LayoutCandidate:
-        """Return a layout too large for one sample per device, with the bytes that the smallest device lacks."""
+        """Return the record of a layout that does not hold one sample per device, with the bytes that the smallest lacks."""
         usable_bytes = min(self.kinds[name].usable_bytes for name in used)
         needed_bytes = self._peak(sharding, recompute, 1)
         if needed_bytes <= usable_bytes:  # one sample fits, but not beside the sum of the passes before it
@@ -667,11 +726,14 @@ class LayoutFigures:
     def _most_samples(self, sharding: Sharding, recompute: str, name: str, upper: int) -> int:
         """Return the most samples of a pass, up to ``upper``, that a device of a type holds; 0: not even one.
 
-        Memory grows with the samples nearly on a line, so most tries are where a line through the ends crosses the limit; every
-        third halves what is left, which bounds the search where it does not.
+        Memory grows nearly linearly with the samples, so two of three tries are where the line through the two ends of the
+        interval crosses the limit (regula falsi). Every third try halves the interval, which bounds the number of tries where
+        memory does not grow so.
         """
-        largest, usable_bytes = self.work.traced.largest, self.kinds[name].usable_bytes
-        low, high = 1, upper if largest is None else min(upper, largest)
+        usable_bytes = self.kinds[name].usable_bytes
+        largest = self.work.traced.largest  # the largest batch that the model takes; None: any
+        low = 1
+        high = upper if largest is None else min(upper, largest)
         low_bytes, high_bytes = (self._peak(sharding, recompute, samples) for samples in (low, high))
         if high_bytes <= usable_bytes:
             return high
@@ -680,9 +742,12 @@ class LayoutFigures:
         for halves in cycle((False, False, True)):
             if high - low <= 1:
                 break
-            share = (usable_bytes - low_bytes) / (high_bytes - low_bytes)
-            tried = (low + high) // 2 if halves or high_bytes == math.inf else low + int(share * (high - low))
-            tried = min(max(tried, low + 1), high - 1)
+            if halves or high_bytes == math.inf:
+                tried = (low + high) // 2
+            else:
+                share = (usable_bytes - low_bytes) / (high_bytes - low_bytes)
+                tried = low + int(share * (high - low))
+            tried = min(max(tried, low + 1), high - 1)  # strictly inside, so that each try makes the interval smaller
             needed_bytes = self._peak(sharding, recompute, tried)
             if needed_bytes > usable_bytes:
                 high, high_bytes = tried, needed_bytes
@@ -691,7 +756,7 @@ class LayoutFigures:
         return low
 
     def _peak(self, sharding: Sharding, recompute: str, size: int) -> float:
-        """Return the peak bytes of a process in a pass of ``size`` samples."""
+        """Return the most bytes that a process holds at a time in a pass of ``size`` samples; infinite: no such batch."""
         key = sharding, recompute, size
         if key not in self._peaks:
             saving = self._saving(recompute, size, sharding)
@@ -700,10 +765,10 @@ class LayoutFigures:
         return self._peaks[key]
 
     def _on_host(self, sharding: Sharding, passes: int, timed: _Timed) -> OnHost | None:
-        """Return what the hosts do of a step of so many passes; None where the state is on the devices.
+        """Return what a host keeps, copies and computes in a step of ``passes`` passes; None where the state is on the devices.
 
-        Parameters are copied for the forward pass, for the backward pass too where they are given up between, and gradients
-        back.
+        In each pass parameters are copied to the device for the forward pass, again for the backward pass if they are freed in
+        between (``sharding.reshards``), and gradients are copied back.
         """
         if not sharding.on_host:
             return None
@@ -719,46 +784,61 @@ class LayoutFigures:
     def _saved_on_host(
         self, used: Mapping[str, int], sharding: Sharding, recompute: str, passes: int, sizes: Mapping[str, int]
     ) -> SavedOnHost | None:
-        """Return what blocks save on the host, of the device type with most of each; None where they do not.
+        """Return the activations that blocks save on a host; None where they save none there.
 
-        ``sizes``: samples of a step by type.
+        Each figure is that of the device type with the largest one. ``sizes``: device type -> samples of a step on one device.
         """
-        each = list[SavedOnHost]()
+        by_type = list[SavedOnHost]()
         for name, step_samples in sizes.items():
             size = -(-step_samples // passes)
             saving = self._saving(recompute, size, sharding)
             if not saving.on_host:
                 return None
-            work, timed = self._work(sharding), self._timed_pass(name, size, "none", sharding).graph
-            lifetimes, rate = work.lifetimes(size), host_link_bytes_per_s(self.kinds[name].model.device)
-            recomputation = Recomputation(lifetimes, saving)
-            copies = lifetimes.copies(recomputation, lifetimes.seconds(timed), lifetimes.sizes(work.scaled(size)), rate)
-            copied_bytes = rate * float(copies.copy_s.sum())
-            each.append(
+            work = self._work(sharding)
+            timed = self._timed_pass(name, size, "none", sharding).graph
+            lifetimes = work.lifetimes(size)
+            link_bytes_per_s = host_link_bytes_per_s(self.kinds[name].model.device)
+            copies = lifetimes.copies(
+                Recomputation(lifetimes, saving),
+                lifetimes.seconds(timed),
+                lifetimes.sizes(work.scaled(size)),
+                link_bytes_per_s,
+            )
+            copied_bytes = link_bytes_per_s * float(copies.copy_s.sum())  # one way, in one pass
+            devices_on_host = min(used[name], self.kinds[name].fabric.gpus_per_node)
+            by_type.append(
                 SavedOnHost(
-                    memory_bytes=min(used[name], self.kinds[name].fabric.gpus_per_node) * copied_bytes,
-                    copied_bytes=2 * passes * copied_bytes,
+                    memory_bytes=devices_on_host * copied_bytes,
+                    copied_bytes=2 * passes * copied_bytes,  # to the host and back
                     waits_s=passes * sum(float(waits_s.sum()) for waits_s in copies.waits()),
                 )
             )
-        return SavedOnHost(**{name: max(getattr(one, name) for one in each) for name in SavedOnHost.model_fields})
+        return SavedOnHost(**{name: max(getattr(one, name) for one in by_type) for name in SavedOnHost.model_fields})
 
     def _saving(self, recompute: str, size: int, sharding: Sharding) -> Saving:
-        """Return what every block saves; ``recompute``: of :class:`LayoutCandidate`."""
+        """Return which activations each block keeps for the backward pass, in a pass of ``size`` samples.
+
+        ``recompute``: a way that is the same for every block, or the key of a choice by the solver (:class:`LayoutCandidate`).
+        """
         if recompute in self._savings:
             return self._savings[recompute]
         return self._work(sharding).lifetimes(size).every_saving(recompute)
 
     def _timed_pass(self, name: str, size: int, recompute: str, sharding: Sharding) -> _Timed:
-        """Return a pass of ``size`` samples on a device type, recomputation included."""
+        """Return a pass of ``size`` samples on a device type, recomputation included; results are cached."""
         work = self._work(sharding)
         key = name, size, recompute, work
         if key not in self._timed:
             device = self.kinds[name]
-            if saving := self._saving(recompute, size, sharding):
-                lifetimes, plain = work.lifetimes(size), self._timed_pass(name, size, "none", sharding).graph
-                rate, sizes = host_link_bytes_per_s(device.model.device), lifetimes.sizes(work.scaled(size))
-                timed = lifetimes.lengthened(saving, plain, sizes, rate)
+            saving = self._saving(recompute, size, sharding)
+            if saving:  # not everything is kept: the pass without recomputation becomes longer
+                lifetimes = work.lifetimes(size)
+                timed = lifetimes.lengthened(
+                    saving,
+                    self._timed_pass(name, size, "none", sharding).graph,
+                    lifetimes.sizes(work.scaled(size)),
+                    host_link_bytes_per_s(device.model.device),
+                )
             else:
                 timed = work.timed(size, device.model, self._setting(device.fabric, sharding, 1))
                 timed = _slowed(timed, device.slower)
@@ -766,7 +846,7 @@ class LayoutFigures:
         return self._timed[key]
 
     def _setting(self, fabric: Fabric, sharding: Sharding, passes: int) -> Setting:
-        """Return how a step is trained on a fabric of single devices."""
+        """Return what the cost model must know of a step beside its operations; ``fabric`` joins single devices."""
         return Setting(
             fabric=fabric,
             optimizer=self.optimizer,
@@ -777,11 +857,14 @@ class LayoutFigures:
         )
 
     def _between(self, name: str) -> Fabric:
-        """Return the network over which what a device (or group) of a type computes is reduced."""
+        """Return the network over which the gradients of replicas on a device type are reduced.
+
+        A replica is on one device or, in groups, on several; then it is the network between groups.
+        """
         return between_replicas(self.kinds[name].fabric, self.degrees)
 
     def _shape(self, sharding: Sharding, replicas: int) -> dict[str, Any]:
-        """Return the fields of :class:`Layout` that the sharding and the degrees decide."""
+        """Return field -> value for the fields of :class:`Layout` that sharding and degrees of parallelism decide."""
         kinds: dict[Kind, str] = {"none": "none", "ddp": "ddp", "fsdp": "fsdp", "zero2": "fsdp", "hsdp": "hsdp"}
         return {
             "sharding": kinds[sharding.kind],
@@ -793,7 +876,11 @@ class LayoutFigures:
         }
 
     def _process_group(self, devices: Mapping[str, int], sharding: Sharding) -> Communicator:
-        """Return the process group on the devices; of a sharded model, the group of one shard, with its copies to hosts."""
+        """Return the process group in which ``devices`` (type -> number) exchange gradients.
+
+        For a sharded model it is the group that holds one copy of the model, with the time of copies to hosts if the state is
+        kept there.
+        """
         group = Fabric.joined({name: self._between(name) for name in devices}, devices)
         if not sharding.gathers:
             return group
@@ -805,19 +892,19 @@ class LayoutFigures:
 
 
 def _checkpointing(recompute: str) -> Literal["none", "selective", "full", "chosen"]:
-    """Return a layout's word for what is recomputed, wherever the blocks save."""
-    way, _ = split_way(recompute)
+    """Return the value of ``Layout.checkpointing`` for a way of recomputing; "chosen" for a solver's choice."""
+    way, _ = split_way(recompute)  # without where the blocks save
     return next((kind for kind in WAYS if kind == way), "chosen")
 
 
 def _convolution_share(graph: Graph) -> float:
-    """Return the share of a graph's operations that are of convolutions, 0 to 1."""
+    """Return the share of a graph's floating-point operations that are in convolutions, 0 to 1."""
     is_convolution = np.array([op_type.startswith("aten.convolution") for op_type in graph.op_type], dtype=bool)
     return float(graph.flops[is_convolution].sum() / max(graph.flops.sum(), 1.0))
 
 
 def _slowed(timed: Graph, factor: float) -> Graph:
-    """Return a timed graph with all times, its update's too, multiplied by a factor."""
+    """Return a timed graph with the times of all operations and of the optimizer's update multiplied by ``factor``."""
     if factor == 1.0:
         return timed
     update = {name: factor * float(timed.meta.get(name) or 0.0) for name in ("update_s", "update_host_s")}
@@ -826,5 +913,5 @@ def _slowed(timed: Graph, factor: float) -> Graph:
 
 
 def gib(size_bytes: float) -> str:
-    """Return a size as text in GiB, also where it is small."""
+    """Return a size as a text such as ``0.0125 GiB``, in GiB however small it is."""
     return f"{size_bytes / GIB:.3g} GiB"

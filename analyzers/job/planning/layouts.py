@@ -63,11 +63,14 @@ class Layouts(LayoutFigures):
     """Searches the layouts of one job for the best one."""
 
     def in_groups(self, degrees: ParallelDegrees) -> Layouts | None:
-        """Return the layouts of groups of devices that hold a replica between them; None where the model is not divided so.
+        """Return the layouts on groups of devices, each of which holds one replica of the model between them.
 
-        None, too, for what is to be in the hosts' memory. Only types of which a node holds a whole tensor group are left.
+        ``degrees`` say by how many devices a group splits tensors and how many pipeline stages it has. Only device types of
+        which a node holds a whole tensor group are left. None where no type is left, where the model cannot be divided in this
+        way, and where state or activations are to be kept in the hosts' memory.
         """
         kinds = {
+            # a group is priced as a whole; a price that is None (not known) stays so
             name: replace(kind, price_per_hour=kind.price_per_hour and kind.price_per_hour * degrees.gpus)
             for name, kind in self.kinds.items()
             if kind.fabric.gpus_per_node >= degrees.tensor
@@ -82,10 +85,11 @@ class Layouts(LayoutFigures):
         return self.changed(work=work, kinds=kinds, degrees=degrees, saves_on_host=False)
 
     def on_hosts(self, what: str = "optimizer") -> Layouts:
-        """Return the layouts with parameters, gradients and optimizer state in the hosts' memory, or with ``activations``.
+        """Return the layouts that use the hosts' memory.
 
-        Raises InputError for a model without blocks, for an optimizer that has no update there, and for activations of a
-        compiled step.
+        ``what`` is "optimizer" (parameters, gradients and the optimizer's state are kept there) or "activations" (blocks may
+        save their activations there). Raises InputError for a model without blocks, for an optimizer that has no update on
+        hosts, and for activations of a compiled step.
         """
         if not self.work.lifetimes(1).blocks:
             raise InputError("--offload", "the model has no list of blocks to gather one by one", "give none")
@@ -105,15 +109,24 @@ class Layouts(LayoutFigures):
         limit_s: float = 5.0,
         plays_all: bool = False,
     ) -> tuple[list[LayoutCandidate], float]:
-        """Return (the layouts to list, gap): the best layout first, those that do not fit memory last.
+        """Search all device counts and layouts; return (the layouts to list, gap), the best layout first.
 
-        ``equal``: devices that take part take equal shares. The best has been played through torch's allocator on each type
-        (``plays_all``: every layout, which is slow); all are costed with default settings of communication. The gap is relative
-        to a lower bound of every layout's value; infinite where that is 0. Raises NothingFits; Infeasible where what fits
-        breaks a limit of the goal.
+        Layouts that do not fit memory come last in the list. All are costed with default settings of communication. The gap is
+        how much higher the best value is than a lower bound of every layout's value, as a share; infinite where that is 0.
+
+        Args:
+            problem: the offered devices and the constraints on them.
+            goal: what layouts are compared by; None: the time of a step.
+            equal: whether devices that take part take equal numbers of samples.
+            limit_s: seconds of CPU time for the search over device counts.
+            plays_all: whether torch's allocator is simulated for every layout, which is slow; else for the candidates of the
+                first place only.
+
+        Raises NothingFits where no layout fits memory, Infeasible where every one that fits breaks a limit of the goal.
         """
         goal = goal or Goal(step_samples=self.total)
-        fitting, too_large, value = list[LayoutCandidate](), list[LayoutCandidate](), self.value(goal)
+        value = self.value(goal)
+        fitting, too_large = list[LayoutCandidate](), list[LayoutCandidate]()
         # 1. Search the numbers of devices, by bounds on what any layout on them can reach.
         start_counts = _largest_counts(problem, self.total)
         all_counts = start_counts[0]
@@ -122,8 +135,9 @@ class Layouts(LayoutFigures):
         start_counts += [tuple(row) for row in np.diag(node_sizes).tolist()]
 
         def best_on(counts: Counts, best_value: float) -> tuple[float, list[LayoutCandidate]] | None:
-            """Return the best value on so many devices of each type, and its layouts; None: none is below ``best_value``."""
-            # Of all devices every layout is shown; of fewer what could be better, or simpler and as good as that.
+            """Return the best value on ``counts`` devices of each type, and its layouts; None: none is below ``best_value``."""
+            # Of all devices every layout is shown; of fewer what could be better, or simpler and as good as that: hence the
+            # factor once for "as good as the best here", once for "as good as the best elsewhere".
             value_limit = best_value if counts != all_counts else math.inf
             if self._lower_bound(problem, counts, counts, goal) >= value_limit:
                 return None
@@ -156,9 +170,23 @@ class Layouts(LayoutFigures):
             return self.search(problem, goal, equal=equal, limit_s=limit_s, plays_all=True)
         pick = self._pick_with_settings(pick, fitting, goal)
         # 3. List the others: all layouts on the same devices, the best of other devices, and what nearly fits.
-        counts = problem.counts(pick.layout.devices)
-        same_devices = self._layouts_on(problem, counts, equal, goal)[0]
-        others = [candidate for candidate in [*same_devices, *fitting] if candidate.layout != pick.layout]
+        same_devices, _ = self._layouts_on(problem, problem.counts(pick.layout.devices), equal, goal)
+        gap = value(pick.layout) / best.bound - 1 if best.bound else math.inf
+        return [pick, *self._others_listed(pick, [*same_devices, *fitting], too_large, value)], max(0.0, gap)
+
+    def _others_listed(
+        self,
+        pick: LayoutCandidate,
+        fitting: Iterable[LayoutCandidate],
+        too_large: list[LayoutCandidate],
+        value: Callable[[Layout], float],
+    ) -> list[LayoutCandidate]:
+        """Return the layouts to list beside ``pick``, one of each kind: those that fit, best first, then what nearly fits.
+
+        ``fitting``: layouts whose tensors fit memory. Those for which torch's allocator has no room are added to ``too_large``.
+        ``value``: the function that layouts are ranked by, the least first.
+        """
+        others = [candidate for candidate in fitting if candidate.layout != pick.layout]
         others.sort(key=lambda candidate: value(candidate.layout))
 
         def is_held(candidate: LayoutCandidate) -> bool:
@@ -169,23 +197,24 @@ class Layouts(LayoutFigures):
 
         shown = _distinct(others, is_held)
         closest = _distinct(sorted(too_large, key=lambda candidate: candidate.layout.missing_bytes))
-        # Plain DDP is what people ask for first, however much it lacks.
-        plain = [candidate for candidate in closest[_LISTED:] if simplicity(candidate.layout)[:2] == (1, 0)]
-        gap = value(pick.layout) / best.bound - 1 if best.bound else math.inf
-        return [pick, *shown, *closest[:_LISTED], *plain], max(0.0, gap)
+        # Plain DDP (sharding 1, checkpointing 0) is what people ask for first, so it is listed however much it lacks.
+        plain_ddp = [candidate for candidate in closest[_LISTED:] if simplicity(candidate.layout)[:2] == (1, 0)]
+        return [*shown, *closest[:_LISTED], *plain_ddp]
 
     def _pick_simplest(
         self, fitting: list[LayoutCandidate], too_large: list[LayoutCandidate], goal: Goal, equal: bool
     ) -> LayoutCandidate:
-        """Return the simplest of the best layouts that fit in the allocator too; moves those that do not to ``too_large``.
+        """Return the simplest of the best layouts for which torch's allocator has room.
 
-        Adds to ``fitting`` layouts in more passes, and with recomputation that a solver chose. ``equal``: devices take equal
-        shares. Raises NothingFits where the allocator holds none.
+        Changes both lists: layouts of ``fitting`` for which the allocator has no room move to ``too_large``, and layouts in
+        more passes or with recomputation that a solver chose are added to ``fitting``. ``equal``: devices take equal numbers
+        of samples. Raises NothingFits where the allocator holds none.
 
         Each set of devices enters with one layout, the simplest of the best on it, so that what else is offered does not
         change the layout on these devices.
         """
-        value, is_recomputation_solved = self.value(goal), False
+        value = self.value(goal)
+        is_recomputation_solved = False
         while fitting:
             by_devices = dict[tuple[tuple[str, int], ...], list[LayoutCandidate]]()
             for candidate in fitting:
@@ -194,39 +223,54 @@ class Layouts(LayoutFigures):
             if missing_bytes := self._missing_bytes(pick):
                 fitting.remove(pick)
                 too_large.append(_refused(pick, missing_bytes))
-                # Smaller passes may fit: as many as one sample less of any device takes.
-                sizes = [(size, -(-size // pick.layout.passes)) for size in pick.layout.local_batch_sizes.values()]
-                if smaller := [-(-size // (each - 1)) for size, each in sizes if each > 1]:
-                    shape = pick.layout.devices, pick.sharding, pick.recompute, equal
-                    retry = self._fastest_batching(*shape, least_passes=min(smaller))
-                    if retry is not None and not retry.layout.missing_bytes:
-                        fitting.append(retry)
+                fitting += self._in_smaller_passes(pick, equal)
                 continue
             if pick.recompute == "none" or goal.objective == "least-memory" or is_recomputation_solved:
                 return pick
             is_recomputation_solved = True
-            everything_on_host = self.ways != WAYS
-            # Whether the solver may save on the host: on the device first, unless that is ruled out.
-            for on_host in (False, True)[everything_on_host : 1 + self.saves_on_host]:
-                # fitting[-1] is what was just found on the device, if anything
-                if on_host and not everything_on_host and not self._gains_without_recomputation(fitting[-1], pick):
-                    break
-                fitting += filter(None, [self._with_solved_recomputation(pick, on_host)])
+            must_save_on_host = self.ways != WAYS
+            if not must_save_on_host:
+                fitting += filter(None, [self._with_solved_recomputation(pick, on_host=False)])
+            # Saving on the host as well is tried where it could gain: fitting[-1] is what was just found on the device, if
+            # anything.
+            if self.saves_on_host and (must_save_on_host or self._gains_without_recomputation(fitting[-1], pick)):
+                fitting += filter(None, [self._with_solved_recomputation(pick, on_host=True)])
         raise self._nothing_fits(too_large)
 
+    def _in_smaller_passes(self, refused: LayoutCandidate, equal: bool) -> list[LayoutCandidate]:
+        """Return a list with the layout in so many passes that some device takes a sample less in each; [] if none fits.
+
+        ``refused``: a layout for which torch's allocator has no room; ``equal``: devices take equal numbers of samples.
+        """
+        layout = refused.layout
+        least_passes = math.inf
+        for size in layout.local_batch_sizes.values():
+            pass_samples = -(-size // layout.passes)
+            if pass_samples > 1:
+                least_passes = min(least_passes, -(-size // (pass_samples - 1)))
+        if least_passes == math.inf:  # every pass is of a single sample already
+            return []
+        retry = self._fastest_batching(
+            layout.devices, refused.sharding, refused.recompute, equal, least_passes=int(least_passes)
+        )
+        return [] if retry is None or retry.layout.missing_bytes else [retry]
+
     def _gains_without_recomputation(self, best: LayoutCandidate, pick: LayoutCandidate) -> bool:
-        """Return whether a step in which nothing were computed again would be worth another layout than ``best``."""
-        shape = pick.layout.devices, pick.sharding, "none", pick.layout.passes, pick.rows
-        least = self._cost(*shape)
-        return least is not None and (best.layout.step_s or 0.0) > (least.layout.step_s or 0.0) * (1 + LEAST_GAIN)
+        """Return whether ``best`` would be slower than ``pick`` without recomputation by more than ``LEAST_GAIN``.
+
+        If not, nothing that avoids recomputation, such as saving on the host, is worth trying.
+        """
+        ideal = self._cost(pick.layout.devices, pick.sharding, "none", pick.layout.passes, pick.rows)
+        return ideal is not None and (best.layout.step_s or 0.0) > (ideal.layout.step_s or 0.0) * (1 + LEAST_GAIN)
 
     def _pick_with_settings(self, pick: LayoutCandidate, fitting: list[LayoutCandidate], goal: Goal) -> LayoutCandidate:
-        """Return the best layout once each has its own best buckets or prefetch: ``pick``, or one of nearly its value.
+        """Return the best layout once each has its own best DDP buckets or FSDP2 prefetch.
 
-        Another one must gain at least ``LEAST_GAIN``, for ``pick`` is the simplest.
+        It is ``pick`` unless another one of ``fitting``, of nearly its value with default settings, is better by at least
+        ``LEAST_GAIN`` with the best ones, for ``pick`` is the simplest.
         """
         value = self.value(goal)
-        if goal.objective == "least-memory":
+        if goal.objective == "least-memory":  # settings change the time alone
             return pick
         near = [candidate for candidate in fitting if value(candidate.layout) <= value(pick.layout) * _SETTINGS_GAIN]
         best, best_value = pick, value(self._with_settings(pick)) / (1 + LEAST_GAIN)
@@ -239,13 +283,14 @@ class Layouts(LayoutFigures):
     def _layouts_on(
         self, problem: Problem, counts: Counts, equal: bool, goal: Goal, limit: float = math.inf
     ) -> tuple[list[LayoutCandidate], list[LayoutCandidate]]:
-        """Return the layouts on exactly ``counts`` devices: those that fit, of value up to ``limit``, and those too large.
+        """Return the layouts on exactly ``counts`` devices: (those that fit, those too large for memory).
 
-        Under a finite limit recomputation grows only until a layout fits in one pass, because more of it takes longer.
-        ``equal``: every device takes as many samples.
+        ``equal``: every device takes as many samples; ``limit``: layouts of a higher value of the goal are left out. Under a
+        finite limit recomputation grows only until a layout fits in one pass, because more of it takes longer.
         """
+        value = self.value(goal)
         # the value of the objective "fastest" is the seconds of a step, which can be bounded before a layout is costed
-        value, limit_s = self.value(goal), limit if goal.objective == "fastest" else math.inf
+        limit_s = limit if goal.objective == "fastest" else math.inf
         devices = problem.named(counts)
         fits, too_large = list[LayoutCandidate](), list[LayoutCandidate]()
         for sharding in self._shardings(counts, problem):
@@ -262,7 +307,11 @@ class Layouts(LayoutFigures):
         return fits, too_large
 
     def _exceeds(self, devices: Mapping[str, int], sharding: Sharding, goal: Goal, limit: float) -> bool:
-        """Return whether one collective of all gradients alone exceeds ``limit``; buckets and units of them take longer."""
+        """Return whether exchanging all gradients in a single collective already exceeds ``limit``, a value of the goal.
+
+        Real steps exchange them in several buckets or units, which takes longer, so such a sharding needs no closer look.
+        False where one device exchanges nothing and where the goal is not about time or money.
+        """
         if limit == math.inf or sum(devices.values()) == 1 or goal.objective == "least-memory":
             return False
         size_bytes = self._exchanged_bytes(next(iter(devices)), sharding)
@@ -274,26 +323,38 @@ class Layouts(LayoutFigures):
     def plainest(self, problem: Problem) -> LayoutCandidate:
         """Return what a careful engineer would run: an equal split over all devices, the fastest of DDP and FSDP2.
 
-        Where none fits, the fastest of those on a single type; at last, the best layout.
+        Where none fits, it is the fastest of those on a single device type; where none fits there either, the best layout.
         """
-        single_types = [replace(problem, devices=(device,)) for device in problem.devices]
-        for problems in ([problem], single_types) if len(single_types) > 1 else ([problem],):
-            plain_layouts = [candidate for part in problems for candidate in self._plainest_fitting(part)]
-            if plain_layouts:
-                return min(plain_layouts, key=lambda candidate: candidate.layout.step_s or math.inf)
-        return self.search(problem)[0][0]
+        on_all = self._plainest_fitting(problem)
+        if on_all:
+            return on_all[0]
+        if len(problem.devices) > 1:
+            single_types = [replace(problem, devices=(device,)) for device in problem.devices]
+            on_one_type = [candidate for single in single_types for candidate in self._plainest_fitting(single)]
+            if on_one_type:
+                return min(on_one_type, key=lambda candidate: candidate.layout.step_s or math.inf)
+        listed, _ = self.search(problem)
+        return listed[0]
 
     def equally(self, problem: Problem, counts: Counts) -> LayoutCandidate:
-        """Return an equal split on exactly these devices, by tensors alone. Raises Infeasible where none fits."""
+        """Return the best equal split on exactly ``counts`` (T,) devices. Raises Infeasible where none fits.
+
+        Only the sizes of tensors are compared with memory; torch's allocator is not simulated.
+        """
         fits, _ = self._layouts_on(problem, counts, True, Goal())
         if not fits:
             raise Infeasible("nothing fits on these devices")
         return _simplest(fits, self.value(Goal()))
 
     def _plainest_fitting(self, problem: Problem) -> list[LayoutCandidate]:
-        """Return the simplest of the fastest plain layouts that the allocator holds; empty where none fits."""
-        most = _largest_counts(problem, self.total)
-        fitting = [candidate for counts in most for candidate in self._layouts_on(problem, counts, True, Goal())[0]]
+        """Return a list with the simplest of the fastest equal splits that fit torch's allocator; empty where none fits.
+
+        Plain ones (one device, DDP, FSDP2) are preferred to all others.
+        """
+        fitting = list[LayoutCandidate]()
+        for counts in _largest_counts(problem, self.total):
+            fits, _ = self._layouts_on(problem, counts, True, Goal())
+            fitting += fits
         fitting = [candidate for candidate in fitting if candidate.sharding.kind in _PLAIN] or fitting
         while fitting:
             plainest = _simplest(fitting, self.value(Goal()))
@@ -316,68 +377,84 @@ class Layouts(LayoutFigures):
         return value_of
 
     def _lower_bound(self, problem: Problem, low: Counts, high: Counts, goal: Goal) -> float:
-        """Return a lower bound of the goal's value over layouts on counts from ``low`` to ``high`` of each type.
+        """Return a lower bound of the goal's value over layouts on ``low`` to ``high`` devices of each type, (T,) each.
 
-        All devices compute at full speed, all the time, and no step is shorter than all gradients take on the slowest
-        network card that they must pass.
+        It assumes that all devices compute at full speed, all the time, and that no step is shorter than all gradients take on
+        the slowest network card that they must pass.
         """
         if not any(high) or sum(low) > self.total:
             return math.inf
         if goal.objective == "least-memory":
             return 0.0
         mean_samples = -(-self.total // sum(device.count for device in problem.devices))
-        samples_per_s = low_price = 0.0
-        least_price = least_sample_s = card_bytes_per_s = math.inf  # least_price: hourly price over samples per second
+        samples_per_s = 0.0  # of all devices of ``high``
+        low_price_per_hour = 0.0  # of all devices of ``low``, which are paid in any case
+        least_price = math.inf  # of the cheapest type: hourly price over samples per second
+        least_sample_s = math.inf  # seconds of a sample on the fastest type
+        card_bytes_per_s = math.inf  # of the slowest network card between nodes that gradients must pass
         low_counts = problem.named(low)
         spans_types = len(low_counts) > 1
         for name, count in problem.named(high).items():
             low_count = low_counts.get(name, 0)
             device_per_s = 1 / self._sample_s(name, mean_samples)
             least_sample_s = min(least_sample_s, 1 / device_per_s)
-            price_per_hour, fabric = self.kinds[name].price_per_hour or 0.0, self._between(name)
-            if low_count and (spans_types or low_count > fabric.gpus_per_node):
-                card_bytes_per_s = min(card_bytes_per_s, math.inf if fabric.measured else fabric.between.bytes_per_s)
+            price_per_hour = self.kinds[name].price_per_hour or 0.0
+            fabric = self._between(name)
+            leaves_node = low_count and (spans_types or low_count > fabric.gpus_per_node)
+            if leaves_node and not fabric.measured:  # measured collectives have no bound by the card's rate
+                card_bytes_per_s = min(card_bytes_per_s, fabric.between.bytes_per_s)
             samples_per_s += count * device_per_s
-            low_price += low_count * price_per_hour
+            low_price_per_hour += low_count * price_per_hour
             least_price = min(least_price, price_per_hour / device_per_s)
         # Samples are whole: one device at least takes their mean, rounded up.
         most_samples = math.ceil(self.total / min(sum(high), self.total))
         compute_s = SURE * max(self.total / samples_per_s, least_sample_s * most_samples)
-        step_s = max(compute_s, SURE * self._exchanged_bytes(problem.devices[0].name, WHOLE) / card_bytes_per_s)
-        return goal.of(step_s, max(sum(low), 1), max(low_price * step_s, SURE * least_price * self.total) / 3600)
+        exchange_s = SURE * self._exchanged_bytes(problem.devices[0].name, WHOLE) / card_bytes_per_s
+        step_s = max(compute_s, exchange_s)
+        step_price = max(low_price_per_hour * step_s, SURE * least_price * self.total) / 3600
+        return goal.of(step_s, max(sum(low), 1), step_price)
 
     def _shardings(self, counts: Counts, problem: Problem) -> list[Sharding]:
         """Return the ways in which ``counts`` (T,) devices can share the state: parameters, gradients, optimizer.
 
-        HSDP's shards are powers of two, nodes, and all devices of a type, where they divide the devices of every type.
+        With ``offload`` the state is kept on hosts, so only ways that gather parameters from shards remain.
         """
         devices = sum(counts)
-        used_counts = [count for count in counts if count]
         per_node = [self._between(device.name).gpus_per_node for device in problem.devices]
-        if self.offload:  # only what gathers its parts can keep them elsewhere
-            sharers = max(min(count, room) for count, room in zip(counts, per_node, strict=True))  # on the fullest host
-            sharded = (
-                self.changed(offload=False)._shardings(counts, problem) if devices > 1 else [Sharding(kind="fsdp")]
-            )
-            return [replace(each, on_host=sharers) for each in sharded if each.gathers]
-        if devices == 1:
-            return [Sharding(kind="none")]
+        if not self.offload:
+            return [Sharding(kind="none")] if devices == 1 else self._shardings_on_devices(counts, per_node)
+        sharded = [Sharding(kind="fsdp")] if devices == 1 else self._shardings_on_devices(counts, per_node)
+        on_fullest_host = max(min(count, most) for count, most in zip(counts, per_node, strict=True))
+        return [replace(sharding, on_host=on_fullest_host) for sharding in sharded if sharding.gathers]
+
+    def _shardings_on_devices(self, counts: Counts, per_node: Sequence[int]) -> list[Sharding]:
+        """Return the ways in which ``counts`` (T,) devices, two or more in all, can share state that the devices hold.
+
+        ``per_node``: devices on a node, by type. HSDP's shard groups are powers of two, nodes, and all devices of a type,
+        where they divide the devices of every type. A model without a list of blocks has nothing to gather one by one.
+        """
+        shardings: list[Sharding] = [Sharding(kind="ddp")]
+        if not self.work.lifetimes(1).blocks:
+            return shardings
+        devices = sum(counts)
+        used_counts = [count for count in counts if count]
         common_divisor = math.gcd(*used_counts)
-        sizes = {2**power for power in range(1, devices.bit_length())} | {*used_counts, *per_node}
-        kinds: list[Sharding] = [Sharding(kind="ddp")]
-        if self.work.lifetimes(1).blocks:
-            kinds += [Sharding(kind="fsdp", shard=devices), Sharding(kind="zero2", shard=devices)]
-            hybrid_sizes = [size for size in sorted(sizes) if 1 < size < devices and common_divisor % size == 0]
-            kinds += [Sharding(kind="hsdp", shard=size) for size in hybrid_sizes]
-        return kinds
+        group_sizes = {2**power for power in range(1, devices.bit_length())} | {*used_counts, *per_node}
+        hybrid_sizes = [size for size in sorted(group_sizes) if 1 < size < devices and common_divisor % size == 0]
+        shardings += [Sharding(kind="fsdp", shard=devices), Sharding(kind="zero2", shard=devices)]
+        shardings += [Sharding(kind="hsdp", shard=size) for size in hybrid_sizes]
+        return shardings
 
     def _nothing_fits(self, lacking: Sequence[LayoutCandidate]) -> NothingFits:
-        """Return the error that names the bytes that the closest layout lacks, and the devices that would hold the model."""
+        """Return the error that names the bytes that the closest layout lacks, and the devices that would hold the model.
+
+        ``lacking``: the layouts that were tried, each with its ``missing_bytes``; empty where no devices take all samples.
+        """
         closest = _distinct(sorted(lacking, key=lambda candidate: candidate.layout.missing_bytes))
         if not closest:
             return NothingFits(f"no devices take {self.total} samples", [])
         layout = closest[0].layout
-        name = max(layout.devices, key=lambda each: -self.kinds[each].usable_bytes)
+        name = min(layout.devices, key=lambda each: self.kinds[each].usable_bytes)  # the type with least memory
         usable = self.kinds[name].usable_bytes
         needed = show_bytes(usable + layout.missing_bytes)  # of tensors, or of what torch's allocator reserves for them
         device_text = f"each of {layout.devices_text}" if sum(layout.devices.values()) > 1 else f"one {name}"
@@ -385,7 +462,7 @@ class Layouts(LayoutFigures):
             f"memory: one sample on {device_text} takes {needed} in a process ({layout.text}), "
             f"and each {name} has {show_bytes(usable)} for it: {gib(layout.missing_bytes)} missing"
         )
-        recompute = self._recomputations()[-1]
+        recompute = self._recomputations()[-1]  # the way that takes least memory
         whole_bytes = self._peak(Sharding(kind="none"), recompute, 1)
         ways = [f"one device of {math.ceil(whole_bytes / GIB) + 1} GiB"]
         if self.work.lifetimes(1).blocks:
@@ -398,32 +475,33 @@ class Layouts(LayoutFigures):
         return NothingFits(f"{text}; it would fit on {' or '.join(ways)}", layouts)
 
     def holds(self, problem: Problem) -> bool:
-        """Return whether all devices, or all of a type where they may not mix, hold a sample each in some layout."""
-        way = self._recomputations()[-1]
-        return any(
-            self._peak(sharding, way, 1)
-            <= min(self.kinds[kind.name].usable_bytes for kind, n in zip(problem.devices, counts, strict=True) if n)
-            for counts in _largest_counts(problem, self.total)
-            for sharding in self._shardings(counts, problem)
-        )
+        """Return whether the model fits: all devices (of one type where they may not mix) hold a sample each in some layout."""
+        recompute = self._recomputations()[-1]  # the way that takes least memory
+        for counts in _largest_counts(problem, self.total):
+            least_bytes = min(self.kinds[name].usable_bytes for name in problem.named(counts))
+            if any(self._peak(sharding, recompute, 1) <= least_bytes for sharding in self._shardings(counts, problem)):
+                return True
+        return False
 
 
 def simplicity(layout: Layout) -> tuple[int, int, int, int]:
-    """Return the key by which layouts are simple, simplest first: sharding, checkpointing, passes, number of devices."""
+    """Return the sort key that puts simpler layouts first: (rank of sharding, rank of checkpointing, passes, devices)."""
     kind = "zero2" if layout.sharding == "fsdp" and not layout.reshard_after_forward else layout.sharding
-    checkpointing = ("none", "selective", "full", "chosen").index(layout.checkpointing) + 4 * bool(layout.activations)
-    return _SIMPLER[kind], checkpointing, layout.passes, sum(layout.devices.values())
+    checkpointing_rank = ("none", "selective", "full", "chosen").index(layout.checkpointing)
+    if layout.activations:  # any saving on the host is less simple than all checkpointing on the device
+        checkpointing_rank += 4
+    return _SIMPLER[kind], checkpointing_rank, layout.passes, sum(layout.devices.values())
 
 
 def _simplest(candidates: Sequence[LayoutCandidate], value: Callable[[Layout], float]) -> LayoutCandidate:
-    """Return the simplest of the layouts as good as the best."""
+    """Return the simplest of the layouts whose value is within ``LEAST_GAIN`` of the best; ``value``: lower is better."""
     best_value = min(value(candidate.layout) for candidate in candidates)
     as_good = [candidate for candidate in candidates if value(candidate.layout) <= best_value * (1 + LEAST_GAIN)]
     return min(as_good, key=lambda candidate: (*simplicity(candidate.layout), value(candidate.layout)))
 
 
 def _refused(candidate: LayoutCandidate, missing_bytes: float) -> LayoutCandidate:
-    """Return a layout that lacks so many bytes."""
+    """Return the layout marked as one that does not fit: it lacks ``missing_bytes`` and has no step time."""
     layout = candidate.layout.model_copy(update={"missing_bytes": missing_bytes, "step_s": None})
     return replace(candidate, layout=layout)
 
@@ -446,7 +524,10 @@ def _distinct(
 
 
 def _largest_counts(problem: Problem, total: int) -> list[Counts]:
-    """Return the largest sets of devices that the constraints take: of all types, or of each where they may not mix."""
+    """Return the largest (T,) device counts within the constraints: of all types, or of each type where they may not mix.
+
+    ``total``: samples of a step, beyond which more devices would have nothing to do.
+    """
     types = problem.fastest_first
     type_sets = [[kind] for kind in types] if problem.single_type else [types]
     return [
@@ -455,7 +536,10 @@ def _largest_counts(problem: Problem, total: int) -> list[Counts]:
 
 
 def job_work(job: Job) -> WorkCurve:
-    """Return the traced step of a job's model at any batch size, traced once. Raises InputError where it cannot be."""
+    """Return the step of a job's model as a function of the batch size, traced once per process.
+
+    Raises InputError where the model cannot be traced.
+    """
     numerics = Numerics(job.precision, job.channels_last)
     return _work(str(job.model), numerics, job.sequence_length, job.lora, job.attention)
 
@@ -464,12 +548,20 @@ def job_work(job: Job) -> WorkCurve:
 def _work(
     source: str, numerics: Numerics, sequence_length: int | None, lora: int | None, attention: str | None
 ) -> WorkCurve:
-    """Return the traced step of a model, one trace for all jobs that train it alike."""
+    """Return the traced step of the model ``source``; the cache shares one trace among all jobs that train it alike.
+
+    ``sequence_length`` in tokens, the LoRA rank ``lora`` and the implementation of ``attention``: None: the model's own, no
+    adapters, and the model's own.
+    """
     return work_of(source, numerics, sequence_length, lora, attention)
 
 
 def layouts_of(job: Job, table: DeviceTable, fabrics: Mapping[str, Fabric]) -> Layouts | None:
-    """Return the layouts of a job, all of whose types ``table`` knows; None where its model's step has no batch."""
+    """Return the layouts of a job, all of whose device types ``table`` knows.
+
+    ``fabrics``: device type -> network. None where the model's traced step has no batch dimension, so that samples cannot be
+    divided among devices.
+    """
     work = job_work(job)
     if work.traced.graph.batch_size is None:
         return None
@@ -477,8 +569,9 @@ def layouts_of(job: Job, table: DeviceTable, fabrics: Mapping[str, Fabric]) -> L
     for offer in job.devices:
         if offer.count:
             device = table.device(offer.type, "devices.type")
-            job_memory = {"memory_gib": offer.memory_gib, "source": GIVEN}
-            limited_device = device if offer.memory_gib is None else device.model_copy(update=job_memory)
+            limited_device = device
+            if offer.memory_gib is not None:  # the job limits the memory, or knows it better than the table
+                limited_device = device.model_copy(update={"memory_gib": offer.memory_gib, "source": GIVEN})
             kinds[offer.type] = DeviceKind(
                 model=cost_model(device, calibration()),
                 fabric=fabrics[offer.type],

@@ -39,9 +39,9 @@ def combinations(
 def best_of(jobs: Sequence[Job], planned: Callable[[Job], Plan], goal: Goal) -> tuple[Job, Plan]:
     """Return the best of several jobs that differ in their numerics, and its plan, whose decision compares them all.
 
-    ``planned`` makes the plan of a job. A later job counts as better, by ``goal``, only if it is so by more than
-    ``LEAST_GAIN``. A plan without a decision is returned without the comparison. Raises the first job's Infeasible where none
-    has a plan.
+    Numerics are precision, optimizer and LoRA rank. ``planned`` makes the plan of a job. A later job counts as better, by
+    ``goal``, only if it is so by more than ``LEAST_GAIN``. A plan without a decision is returned without the comparison.
+    Raises the first job's Infeasible where none has a plan.
     """
     outcomes: list[Plan | Infeasible] = []  # by job
     for job in jobs:
@@ -71,8 +71,9 @@ def best_of(jobs: Sequence[Job], planned: Callable[[Job], Plan], goal: Goal) -> 
         )
         for place, outcome in sorted(enumerate(outcomes), key=lambda each: (each[0] != best, costs[each[0]]))
     ]
-    answer, *others = plan.decision.words
-    words = [f"With {names[best]}: {answer[0].lower()}{answer[1:]}", *others, _sentence(rows, goal)]
+    first_sentence, *others = plan.decision.words
+    first_sentence = f"With {names[best]}: {first_sentence[0].lower()}{first_sentence[1:]}"
+    words = [first_sentence, *others, _sentence(rows, goal)]
     decision = plan.decision.model_copy(update={"words": words, "named": rows})
     return jobs[best], plan.model_copy(update={"decision": decision})
 
@@ -96,7 +97,7 @@ def _cost(plan: Plan, goal: Goal) -> float:
 
 
 def _names(jobs: Sequence[Job]) -> Iterator[str]:
-    """Yield a name of each job made of the numerics in which the jobs differ, such as ``bf16, LoRA 16``."""
+    """Yield a name of each job, made of the numerics in which the jobs differ: ``bf16, LoRA 16`` or ``bf16, full``."""
     differing = [
         field for field in ("precision", "optimizer", "lora") if len({getattr(job, field) for job in jobs}) > 1
     ]
@@ -108,7 +109,10 @@ def _names(jobs: Sequence[Job]) -> Iterator[str]:
 
 
 def _sentence(rows: Sequence[Named], goal: Goal) -> str:
-    """Return the sentences that compare the named numerics by step time (or price); the picked one is the first of ``rows``."""
+    """Return the sentences that compare the named numerics by step time (or price); the picked one is the first of ``rows``.
+
+    ``saves`` of a row: share of its cost that the picked numerics save.
+    """
     texts = []
     for row in rows:
         if row.option is None:
@@ -117,6 +121,9 @@ def _sentence(rows: Sequence[Named], goal: Goal) -> str:
         text = f"{row.name}: {show_seconds(row.option.iteration_s)}"
         if goal.objective == "cheapest" and row.option.price_per_sample is not None:
             text = f"{row.name}: {show_money(row.option.price_per_sample * 1e6)} per 1M samples"
-        more = row.saves / (1 - row.saves) if row.saves < 1 else math.inf
-        texts.append(text if row is rows[0] else f"{text}, {abs(more):.0%} {'more' if more >= 0 else 'less'}")
+        if row is not rows[0]:
+            # if the picked ones save a share s of this row's cost, this row costs s / (1 - s) more than they do
+            more = row.saves / (1 - row.saves) if row.saves < 1 else math.inf
+            text = f"{text}, {abs(more):.0%} {'more' if more >= 0 else 'less'}"
+        texts.append(text)
     return f"You named {counted(len(rows), 'choice')}; best is {rows[0].name}. {'; '.join(texts)}."

@@ -69,47 +69,53 @@ class Goal:
         return 1.0 if self.failures is None else self.failures.factor(max(devices, 1))
 
     def _remedied(self, devices: int) -> tuple[str, float, float]:
-        """Return the best remedy for failures, how many times as long the run takes by it, and how many times as dear it is.
+        """Return (best remedy for failures, how many times as long the run takes by it, how many times as dear it is).
 
-        It is the cheapest where the objective is that, else the fastest; "" without failures.
+        A remedy is what a job does about failed devices (:meth:`Failures.remedies`). The best is the cheapest where the
+        objective is the cheapest plan, else the fastest. Without failures it is ("", 1.0, 1.0).
         """
         if self.failures is None:
             return "", 1.0, 1.0
-        found = {
-            name: (1 / max(goodput, _NONE_TRAINS), paid / devices / max(goodput, _NONE_TRAINS))
-            for name, (goodput, paid) in self.failures.remedies(devices).items()
-        }
-        best = min(found, key=lambda name: found[name][::-1] if self.objective == "cheapest" else found[name])
-        return best, *found[best]
+        factors: dict[str, tuple[float, float]] = {}  # remedy -> (longer by, dearer by)
+        for name, (goodput, paid_devices) in self.failures.remedies(devices).items():
+            longer = 1 / max(goodput, _NONE_TRAINS)
+            dearer = paid_devices / devices / max(goodput, _NONE_TRAINS)
+            factors[name] = longer, dearer
+        first, second = (1, 0) if self.objective == "cheapest" else (0, 1)  # price, then time; or time, then price
+        best = min(factors, key=lambda name: (factors[name][first], factors[name][second]))
+        longer, dearer = factors[best]
+        return best, longer, dearer
 
     def failure_figures(self, option: Option, shards: int) -> FailureFigures | None:
-        """Return what failures leave of an option, whose replicas' state ``shards`` share; None where nothing fails.
+        """Return how failures and checkpoints slow down a run of ``option``, by each remedy; None where nothing fails.
 
-        Raises Infeasible where that is as good as nothing.
+        ``shards``: number of devices that share a replica's state, and so each checkpoint of it. Raises Infeasible where less
+        than a hundredth of the time trains.
         """
-        failures, devices = self.failures, sum(option.devices.values())
+        failures = self.failures
         if failures is None:
             return None
-        run, (remedy, slowdown, dearer) = self.run(option), self._remedied(devices)
+        devices = sum(option.devices.values())
+        run = self.run(option)
+        remedy, slowdown, dearer = self._remedied(devices)
         if 1 / slowdown < _LEAST_GOODPUT:
             raise Infeasible(
                 f"--mtbf: one of {counted(devices, 'device')} fails every {show_seconds(failures.mtbf_s / devices)}, "
                 f"a checkpoint takes {show_seconds(failures.checkpoint_s)} and a restart {show_seconds(failures.restart_s)}: "
                 f"less than {_LEAST_GOODPUT:.0%} of the time trains"
             )
-        # The run's hours and price are by the best remedy: they are scaled to each one's.
-        remedies = {
-            name: Remedy(
-                goodput=goodput,
-                devices=paid,
-                hours=None if run is None or not goodput else run.hours / slowdown / goodput,
-                price=None
-                if run is None or run.price is None or not goodput
-                else run.price / dearer * paid / devices / goodput,
-            )
-            for name, (goodput, paid) in failures.remedies(devices).items()
-        }
+        remedies: dict[str, Remedy] = {}
+        for name, (goodput, paid_devices) in failures.remedies(devices).items():
+            hours: float | None = None  # not known, or infinite
+            price: float | None = None
+            if run is not None and goodput:
+                # The run's hours and price are by the best remedy: they are scaled to this one's.
+                hours = run.hours / slowdown / goodput
+                if run.price is not None:
+                    price = run.price / dearer * paid_devices / devices / goodput
+            remedies[name] = Remedy(goodput=goodput, devices=paid_devices, hours=hours, price=price)
         interval_s = failures.interval_s(devices)
+        processes = shards * (1 if option.group is None else option.group.size)  # that share a checkpoint
         return FailureFigures(
             remedy=remedy,
             remedies=remedies,
@@ -118,27 +124,29 @@ class Goal:
             checkpoint_s=failures.checkpoint_s,
             write_s=failures.write_s,
             checkpoint_bytes=failures.size_bytes or None,
-            process_bytes=failures.size_bytes / (shards * (1 if option.group is None else option.group.size)) or None,
+            process_bytes=failures.size_bytes / processes or None,
             checkpoint_interval_s=interval_s if interval_s < math.inf else None,
             per_storage=failures.per_storage(devices),
         )
 
     def value(self, option: Option) -> float:
-        """Return what an option is compared by, the least first; infinite where a limit is broken."""
+        """Return the number that an option is compared by (:meth:`of`), the least first; infinite where a limit is broken."""
         samples = self.step_samples if option.step_samples is None else option.step_samples
         price = None if option.price_per_sample is None else option.price_per_sample * samples
         return self.of(option.iteration_s, sum(option.devices.values()), price, samples)
 
     def of(self, step_s: float, devices: int, price: float | None, samples: int | None = None) -> float:
-        """Return what a step is compared by, the least first; a longer one, or one on more devices, has no smaller value.
+        """Return the number that plans are compared by, the least first, for a plan with such steps.
+
+        By objective it is the price per sample, the number of devices, or else the seconds of a step; failures and checkpoints
+        make price and time larger. It is infinite where a limit is broken, and where the cheapest plan is looked for and the
+        price is not known. A longer step, or one on more devices, never has a smaller value: searches rely on that.
 
         Args:
             step_s: seconds of the step.
-            devices: how many it takes.
-            price: of the step; None: not known.
-            samples: of the step; None: the job's.
-
-        Infinite where a limit is broken, and where the cheapest is looked for and the price is not known.
+            devices: how many devices it takes.
+            price: dollars of the step; None: not known.
+            samples: samples of the step; None: the job's.
         """
         step_samples = samples or self.step_samples
         slowdown = self.slowdown(devices)
@@ -147,12 +155,16 @@ class Goal:
         if self.objective == "cheapest":
             return math.inf if price is None else price / step_samples * slowdown
         if self.objective == "fewest-devices":
-            # of as many devices the fastest: the share that a step's time adds is less than a device
+            # among plans on equally many devices the fastest: a step's time adds less than one device would
             return devices + step_s / (step_s + 1)
         return step_s * slowdown
 
     def _keeps_limits(self, step_s: float, price: float | None, step_samples: int, slowdown: float) -> bool:
-        """Return whether steps like this keep throughput, deadline and budget; a price that is not known keeps any budget."""
+        """Return whether a run of such steps keeps the demanded throughput, the deadline and the budget.
+
+        ``price``: dollars of a step; None: not known, which keeps any budget. ``slowdown``: factor on the run's time and price
+        from failures and checkpoints.
+        """
         slack = 1 + 1e-9  # for rounding
         steps = 0.0 if self.samples is None else self.samples / step_samples  # of the whole run
         return (
@@ -189,32 +201,39 @@ class Goal:
         raise Missed(f"budget and deadline: no plan keeps both: {text}", fastest_run.price / self.budget)
 
     def run(self, option: Option) -> RunFigures | None:
-        """Return the figures of the whole run; None where its number of samples is not known."""
+        """Return time, price, energy and failures of the whole run by an option; None where its samples are not known.
+
+        The times include failures, by the best remedy, and checkpoints.
+        """
         if self.samples is None:
             return None
         devices = sum(option.devices.values())
         _, slowdown, dearer = self._remedied(devices)
         steps = self.samples / (self.step_samples if option.step_samples is None else option.step_samples)
         hours = steps * option.iteration_s * slowdown / HOUR_S
-        ends = [None if end is None else steps * end * slowdown / HOUR_S for end in (option.low_s, option.high_s)]
-        failures, used = self.failures, option.devices
+        low_hours = None if option.low_s is None else steps * option.low_s * slowdown / HOUR_S
+        high_hours = None if option.high_s is None else steps * option.high_s * slowdown / HOUR_S
+        failures = self.failures
         interval_s = math.inf
         if failures is not None:
             interval_s = failures.interval_s(devices)
-            if hours < math.inf:  # of failures and of the step, which know nothing of each other
-                spread_hours = _RANGE * failures.spread_s(devices, hours * HOUR_S) / HOUR_S
-                low, high = (hours if end is None else end for end in ends)
-                ends = [
-                    max(hours - math.hypot(hours - low, spread_hours), low / slowdown),  # failures only add to it
-                    hours + math.hypot(high - hours, spread_hours),
-                ]
-        watts = sum(self.power_w[name] * n for name, n in used.items()) if used.keys() <= self.power_w.keys() else None
+            if hours < math.inf:
+                # The error of the step and the chance of failures are independent, so their deviations add in squares.
+                by_failures = _RANGE * failures.spread_s(devices, hours * HOUR_S) / HOUR_S
+                low = hours if low_hours is None else low_hours
+                high = hours if high_hours is None else high_hours
+                without_failures = low / slowdown  # failures only add to it
+                low_hours = max(hours - math.hypot(hours - low, by_failures), without_failures)
+                high_hours = hours + math.hypot(high - hours, by_failures)
+        watts = None  # where the power of a used type is not known
+        if option.devices.keys() <= self.power_w.keys():
+            watts = sum(self.power_w[name] * count for name, count in option.devices.items())
         return RunFigures(
             samples=self.samples,
             steps=steps,
             hours=hours,
-            low_hours=ends[0],
-            high_hours=ends[1],
+            low_hours=low_hours,
+            high_hours=high_hours,
             price=None if option.price_per_sample is None else option.price_per_sample * self.samples * dearer,
             energy_kwh=None if watts is None else hours * watts / 1000,
             checkpoint_interval_s=interval_s if interval_s < math.inf else None,
@@ -231,7 +250,7 @@ class PlanOptions:
 
     goal: Goal = field(default_factory=Goal)
     storage_bytes_per_s: float | None = None
-    """At which all processes together write a checkpoint; None: how long that takes is said."""
+    """Rate at which all processes together write a checkpoint; None: the goal's failures say how long that takes."""
     graph: Graph | None = None
     """The model's graph, where it was given or the job names a model."""
     telemetry: Path | None = None

@@ -15,7 +15,7 @@ from ddltool.analyzers.job.planning.candidates import Split, plan_by
 from ddltool.analyzers.job.planning.compare import decide
 from ddltool.analyzers.job.planning.exposed import GraphCommunication, LinkedSteps
 from ddltool.analyzers.job.planning.goodput_plan import plan_goodput
-from ddltool.analyzers.job.planning.job_model import combine, measured_speeds, with_run
+from ddltool.analyzers.job.planning.job_model import JobModel, combine, measured_speeds, with_run
 from ddltool.analyzers.job.planning.options import PlanOptions, Tell
 from ddltool.analyzers.step.communication.collectives import (
     Compression,
@@ -24,6 +24,7 @@ from ddltool.analyzers.step.communication.collectives import (
 )
 from ddltool.analyzers.step.communication.nccl import Fabric
 from ddltool.analyzers.step.communication.program import own_fabric
+from ddltool.analyzers.step.measured.feedback import Run
 from ddltool.analyzers.step.transfers.order import tac, tic
 from ddltool.artifacts import load
 from ddltool.decision import NothingFits
@@ -43,7 +44,8 @@ SHARING: tuple[str, ...] = get_args(Sharing)
 def solve(strategy: str, job: Job, job_file: Path, options: PlanOptions) -> Plan:
     """Return the plan of a job by one strategy, or by the best one for ``auto``.
 
-    Raises InputError for errors in the files, and Infeasible, which names the job's file, where no plan is possible.
+    ``job_file``: the path that errors name, and to whose folder the job's own paths are relative. Raises InputError for errors
+    in the files, and Infeasible, which names the job's file, where no plan is possible.
     """
     try:
         with naming(job_file, type(job).model_fields):
@@ -55,7 +57,7 @@ def solve(strategy: str, job: Job, job_file: Path, options: PlanOptions) -> Plan
 
 
 def _plan_job(strategy: str, job: Job, job_file: Path, options: PlanOptions) -> Plan:
-    """Return the plan of a job as :func:`solve` does; errors do not name the job's file yet.
+    """Return the plan of a job by one strategy, or by the best one for ``auto``; errors do not name the job's file yet.
 
     ``auto``, and strategies other than est and goodput whose communication is known, go through :func:`auto_plan`.
     """
@@ -82,11 +84,12 @@ def _plan_job(strategy: str, job: Job, job_file: Path, options: PlanOptions) -> 
 def _of_types_that_hold(job: Job, job_file: Path, options: PlanOptions) -> Job:
     """Return the job without the device types that lack memory for a whole traced model and a mini-batch.
 
-    A job that says what memory a worker needs is returned as it is. Raises Infeasible where no type is left.
+    A job that says what memory a worker needs is returned as it is, because the placement problem compares that itself; so is
+    one whose memory is not known. Raises Infeasible where no type is left.
     """
-    layouts = None
-    if job.constraints.memory_per_worker_gib is None:
-        layouts = job_inputs.knowledge_of(job, job_file, replace(options, tell=lambda _: None), None).layouts
+    if job.constraints.memory_per_worker_gib is not None:
+        return job
+    layouts = job_inputs.knowledge_of(job, job_file, replace(options, tell=lambda _: None), None).layouts
     if layouts is None:
         return job
     kept, missing = [], list[Infeasible]()
@@ -131,7 +134,8 @@ def with_compute(plan: Plan, capabilities: Mapping[str, float]) -> Plan:
         """Return the seconds that each device of a row computes in a step; None where they are not known."""
         if row.compute_s is not None or row.device_type not in capabilities:
             return row.compute_s
-        return (row.ests_per_device or row.local_batch_size / plan.batch_size) / capabilities[row.device_type]
+        mini_batches = row.ests_per_device or row.local_batch_size / plan.batch_size
+        return mini_batches / capabilities[row.device_type]
 
     rows = [row.model_copy(update={"compute_s": seconds(row)}) for row in plan.assignments]
     return plan.model_copy(update={"assignments": rows})
@@ -174,20 +178,27 @@ def complete(plan: Plan, job: Job, job_file: Path, options: PlanOptions) -> Plan
     devices_per_node = None if counts_differ else _devices_per_node(job, job_file, plan, options)
     gpus_per_node = None
     if plan.group is not None and devices_per_node is not None:
+        # The plan counts a group as one device; only gpus_per_node counts single ones.
         gpus_per_node = devices_per_node
         devices_per_node = {name: max(count // plan.group.size, 1) for name, count in devices_per_node.items()}
-    update = {"devices_per_node": devices_per_node, "group": job.group or plan.group}
-    return plan.model_copy(update={**update, "run": _run_settings(plan, job, gpus_per_node)})
+    return plan.model_copy(
+        update={
+            "devices_per_node": devices_per_node,
+            "group": job.group or plan.group,
+            "run": _run_settings(plan, job, gpus_per_node),
+        }
+    )
 
 
 def _run_settings(plan: Plan, job: Job, gpus_per_node: Mapping[str, int] | None) -> StepSettings:
-    """Return how the job runs its step: model, precision, optimizer, tokens of a sample, GPUs on a node by type.
+    """Return how the job runs its step: model, numerics, optimizer, tokens of a sample, GPUs on a node.
 
+    ``gpus_per_node``: device type -> GPUs on a node where groups of GPUs hold a replica; None: workers are single devices.
     Where the job does not say the sequence length, it is the tokens of a step in the plan's decision over its samples.
     """
-    tokens = job.sequence_length
-    if tokens is None and plan.decision is not None and plan.decision.step_tokens is not None:
-        tokens = plan.decision.step_tokens // (job.max_workers * job.batch_size)
+    sequence_length = job.sequence_length
+    if sequence_length is None and plan.decision is not None and plan.decision.step_tokens is not None:
+        sequence_length = plan.decision.step_tokens // (job.max_workers * job.batch_size)
     return StepSettings(
         model=job.model,
         precision=job.precision,
@@ -195,7 +206,7 @@ def _run_settings(plan: Plan, job: Job, gpus_per_node: Mapping[str, int] | None)
         compile=job.compile,
         channels_last=job.channels_last,
         lora=job.lora,
-        sequence_length=tokens,
+        sequence_length=sequence_length,
         gpus_per_node=None if gpus_per_node is None else dict(gpus_per_node),
     )
 
@@ -230,7 +241,8 @@ def _devices_per_node(job: Job, job_file: Path, plan: Plan, options: PlanOptions
     if job.cluster is None:
         fabrics = job_inputs.fabrics_of(job, job_file.parent, replace(options, tell=lambda _: None)) or {}
         for offer in job.devices:
-            per_node = offer.per_node or (fabrics[offer.type].gpus_per_node if offer.type in fabrics else 1)
+            assumed = fabrics[offer.type].gpus_per_node if offer.type in fabrics else 1
+            per_node = offer.per_node or assumed
             if offer.type in used_types and (offer.per_node is not None or per_node > 1):
                 counts[offer.type] = min(per_node, max(offer.count, 1))
         return counts or None
@@ -250,14 +262,15 @@ def parameters_of(graph: Graph, *, ordered: bool = True) -> list[ParameterRecord
     schedule = None
     if ordered:
         schedule = tac(graph) if graph.timed else tic(graph)
-    node_of = {graph.names[index]: index for index in graph.of_kind(RECV).tolist()}
+    # A parameter is received once in a step: the name of that operation -> its index in the graph.
+    receiving = {graph.names[index]: index for index in graph.of_kind(RECV).tolist()}
     return [
         ParameterRecord(
-            name=graph.parameter[node_of[name]] or name,
-            size_bytes=int(graph.size_bytes[node_of[name]]),
+            name=graph.parameter[receiving[name]] or name,
+            size_bytes=int(graph.size_bytes[receiving[name]]),
             priority=None if schedule is None else schedule.priority[name],
         )
-        for name in (node_of if schedule is None else schedule.order)
+        for name in (receiving if schedule is None else schedule.order)
     ]
 
 
@@ -268,8 +281,9 @@ def ddp_and_fsdp2_fields(graph: Graph, plan: Plan, fabrics: Mapping[str, Fabric]
     times are not known, and for a plan without a synchronous exchange of gradients.
     """
     counts = device_counts(plan)
-    if fabrics is None and (graph_fabric := own_fabric(graph)) is not None:
-        fabrics = dict.fromkeys(counts, graph_fabric)
+    if fabrics is None:
+        graph_fabric = own_fabric(graph)
+        fabrics = None if graph_fabric is None else dict.fromkeys(counts, graph_fabric)
     if fabrics is None or not graph.timed or plan.world_size < 2 or plan.superstep is not None:
         return {}
     # the slowest device's pass: a device makes one per EST or, without ESTs (0 of them), one per accumulation step
@@ -302,29 +316,7 @@ def auto_plan(job: Job, job_file: Path, options: PlanOptions, only: str | None =
     run = job_inputs.run_of(options.telemetry, options.tell)
     knowledge = job_inputs.knowledge_of(job, job_file, options, run)
     options = _with_checkpoint(job, job_file, options)
-    measured_per_s, run_factors = ({}, {}) if run is None else measured_speeds(run, job.batch_size, knowledge.curves)
-    offered = {offer.type for offer in job.devices}
-    unoffered = sorted(set(measured_per_s) - offered)
-    if unoffered:
-        problem = f"is of device {unoffered[0]!r}, which the job does not offer"
-        raise InputError(str(options.telemetry), problem, f"types there: {', '.join(sorted(offered))}")
-    unmeasured = [offer for offer in job.devices if offer.type not in measured_per_s]
-    with_speeds = [offer for offer in job.devices if offer.capability_per_s or offer.profile or offer.goodput]
-    # Measured types are predicted too where the job can, because that shows how far predictions are off.
-    predicts_all = job.model or len(with_speeds) == len(job.devices)
-    predicted_job = job if predicts_all else job.model_copy(update={"devices": unmeasured})
-    predicted_per_s: Mapping[str, float] = {}
-    if unmeasured:
-        predicted_per_s = job_inputs.capabilities_of(predicted_job, job_file.parent, str(job_file), options.tell)
-    combined = combine(measured_per_s, predicted_per_s)
-    capabilities = combined.capabilities
-    factors = {name: predicted_per_s[name] / capabilities[name] for name in combined.errors}
-    knowledge = replace(knowledge, errors={**knowledge.errors, **combined.errors}, remark=combined.remark)
-    if knowledge.layouts is not None:
-        speeds = {offer.type: capabilities[offer.type] for offer in with_speeds if offer.type in capabilities}
-        knowledge = replace(knowledge, layouts=knowledge.layouts.at_speeds(speeds, job.batch_size))
-    if run is not None:
-        knowledge = with_run(knowledge, run, {**factors, **run_factors})
+    knowledge, capabilities = _with_speeds(job, job_file, options, knowledge, run)
     wanted = from_job(job, capabilities)
     try:
         plan = decide(job, wanted, knowledge, options=options, only=only)
@@ -340,11 +332,49 @@ def auto_plan(job: Job, job_file: Path, options: PlanOptions, only: str | None =
     return with_compute(plan, capabilities)
 
 
-def _with_checkpoint(job: Job, job_file: Path, options: PlanOptions) -> PlanOptions:
-    """Return the options whose failures know the size of the job's checkpoints, and their time on the storage if that is given.
+def _with_speeds(
+    job: Job, job_file: Path, options: PlanOptions, knowledge: JobModel, run: Run | None
+) -> tuple[JobModel, Mapping[str, float]]:
+    """Return (``knowledge`` with all times scaled to the devices' speeds, device type -> mini-batches per second).
 
-    Without failures, or where the size is not known, they are returned as they are; raises InputError if a storage is given
-    then.
+    A speed is that which the earlier ``run`` (None: none) measured, else the one that the job gives, else predicted; predicted
+    ones are scaled where the run shows that predictions are far off. Raises InputError for a run on devices that the job does
+    not offer.
+    """
+    measured_per_s: Mapping[str, float] = {}
+    run_factors: Mapping[str, float] = {}  # measured compute over that of the fit, by device type
+    if run is not None:
+        measured_per_s, run_factors = measured_speeds(run, job.batch_size, knowledge.curves)
+    offered = {offer.type for offer in job.devices}
+    unoffered = sorted(set(measured_per_s) - offered)
+    if unoffered:
+        problem = f"is of device {unoffered[0]!r}, which the job does not offer"
+        raise InputError(str(options.telemetry), problem, f"types there: {', '.join(sorted(offered))}")
+    unmeasured = [offer for offer in job.devices if offer.type not in measured_per_s]
+    with_given_speed = [offer for offer in job.devices if offer.capability_per_s or offer.profile or offer.goodput]
+    # Measured types are predicted too where the job can, because that shows how far predictions are off.
+    predicts_all = job.model or len(with_given_speed) == len(job.devices)
+    predicted_job = job if predicts_all else job.model_copy(update={"devices": unmeasured})
+    predicted_per_s: Mapping[str, float] = {}
+    if unmeasured:
+        predicted_per_s = job_inputs.capabilities_of(predicted_job, job_file.parent, str(job_file), options.tell)
+    combined = combine(measured_per_s, predicted_per_s)
+    capabilities = combined.capabilities
+    scaled_factors = {name: predicted_per_s[name] / capabilities[name] for name in combined.errors}
+    knowledge = replace(knowledge, errors={**knowledge.errors, **combined.errors}, remark=combined.remark)
+    if knowledge.layouts is not None:
+        given = {offer.type: capabilities[offer.type] for offer in with_given_speed if offer.type in capabilities}
+        knowledge = replace(knowledge, layouts=knowledge.layouts.at_speeds(given, job.batch_size))
+    if run is not None:
+        knowledge = with_run(knowledge, run, {**scaled_factors, **run_factors})
+    return knowledge, capabilities
+
+
+def _with_checkpoint(job: Job, job_file: Path, options: PlanOptions) -> PlanOptions:
+    """Return the options with the size of the job's checkpoints in the goal's failures.
+
+    Where the storage's rate is given, the time to write a checkpoint follows from it. Without failures, or where the size is
+    not known, the options are returned as they are; raises InputError if a storage is given then.
     """
     failures = options.goal.failures
     size_bytes = None if failures is None else job_inputs.checkpoint_bytes(job, job_file.parent, options.graph)
@@ -389,9 +419,17 @@ def plan_together(
 ) -> JointPlan:
     """Return the plan of several jobs on the same devices, with the reason in words for each job that has to wait.
 
-    ``files``: of the jobs. The number of devices of each type is the largest that any job names. ``sharing``: the objective,
-    see :func:`~ddltool.analyzers.job.placement.jobs.solve_jobs`; ``limit_s``: seconds of the search; ``tell``: takes remarks
-    for the user; ``read``: job file -> job. Raises InputError for a job with a ``network``, which joint plans do not support.
+    The number of devices of each type is the largest that any job names.
+
+    Args:
+        files: the job files.
+        sharing: the objective, see :func:`~ddltool.analyzers.job.placement.jobs.solve_jobs`.
+        limit_s: seconds of the search.
+        seed: seed of the solver's random choices.
+        tell: takes remarks for the user.
+        read: reads a job from its file.
+
+    Raises InputError for a job with a ``network``, which joint plans do not support.
     """
     from ddltool.analyzers.job.placement.jobs import idle_throughput, solve_jobs  # it loads a solver
 
@@ -421,10 +459,12 @@ def plan_together(
         if row.plan is not None:
             rows.append(row.model_copy(update={"plan": row.plan.model_copy(update={"job": name})}))
             continue
-        throughput = idle_throughput(problem, devices, plans)
-        start_text = f"{file.name} waits: on what the others leave it would reach {throughput:.4g} mini-batches/s"
-        min_throughput = problem.min_throughput
-        limit_text = "" if min_throughput is None else f", below its min_throughput of {float(min_throughput):g}"
-        waits = f"{start_text}{limit_text}" if throughput else f"{file.name} waits: the others leave no device for it"
-        rows.append(row.model_copy(update={"waits": waits}))
+        throughput = idle_throughput(problem, devices, plans)  # on the devices that the other jobs leave
+        if not throughput:
+            reason = f"{file.name} waits: the others leave no device for it"
+        else:
+            reason = f"{file.name} waits: on what the others leave it would reach {throughput:.4g} mini-batches/s"
+            if problem.min_throughput is not None:
+                reason += f", below its min_throughput of {float(problem.min_throughput):g}"
+        rows.append(row.model_copy(update={"waits": reason}))
     return shared.model_copy(update={"jobs": rows})

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cache
 from heapq import heappop, heappush
 
@@ -42,12 +43,12 @@ def memory_limit(job: Job, offer: DeviceOffer) -> int | None:
     memory: ``batch_size`` of them need ``memory_per_worker_gib``, beside ``memory_fixed_gib`` for all.
     """
     limits = [offer.max_local_batch_size, None if job.goodput is None else job.goodput.max_local_batch_size]
-    memory_of_batch_gib = job.constraints.memory_per_worker_gib
-    if memory_of_batch_gib is not None and offer.memory_gib is not None:
+    mini_batch_gib = job.constraints.memory_per_worker_gib
+    if mini_batch_gib is not None and offer.memory_gib is not None:
         fixed_gib = exact(job.constraints.memory_fixed_gib or 0.0)
-        limits.append(
-            max(0, math.floor((exact(offer.memory_gib) - fixed_gib) / exact(memory_of_batch_gib))) * job.batch_size
-        )
+        # exact fractions, because rounding could cost a mini-batch that just fits
+        mini_batches = math.floor((exact(offer.memory_gib) - fixed_gib) / exact(mini_batch_gib))
+        limits.append(max(0, mini_batches) * job.batch_size)
     return min((limit for limit in limits if limit is not None), default=None)
 
 
@@ -66,7 +67,8 @@ def plan_bsp(problem: Problem, curves: Mapping[str, StepTime] | None = None) -> 
     device_curves = DeviceCurves.of_types(_step_times(problem, curves))
     rows = _equal_rows(problem, problem.max_workers * problem.batch_size)
     for row in rows:
-        if row.size > (fits := int(device_curves.limits[row.kind])):
+        fits = int(device_curves.limits[row.kind])
+        if row.size > fits:
             name = problem.devices[row.kind].name
             raise Infeasible(f"an equal split gives each {name} {row.size} samples, and {fits} fit")
     step = slowest_of(device_curves, rows)
@@ -94,10 +96,8 @@ def plan_lb_bsp(problem: Problem, curves: Mapping[str, StepTime] | None = None, 
     timing = _Timing.of(step_times, synchronise=synchronise)
     # In one pass, with the equal split to compare, then in several passes where memory does not hold the whole batch.
     best = timing.choose(offer, total)
-    equal, equal_s = _equal_rows(problem, total), None
-    if best is not None and all(row.size <= int(timing.curves.limits[row.kind]) for row in equal):
-        equal_s = timing.step_s(equal)
-    accumulated_s = None
+    equal_s = None if best is None else _equal_split_s(problem, timing, total)
+    accumulated_s = None  # of the step in several passes, where it is the shorter one
     if any(curve.memory_limit is not None and curve.memory_limit < total for curve in step_times):
         accumulating = _Timing.of(step_times, synchronise=synchronise, accumulate=True)
         accumulated = accumulating.choose(offer, total)
@@ -108,17 +108,18 @@ def plan_lb_bsp(problem: Problem, curves: Mapping[str, StepTime] | None = None, 
     if best is None:
         raise Infeasible(f"no device holds a single sample: {_limits_text(problem, step_times)}")
     plan = _plan(problem, "lb-bsp", timing.curves, best.rows, best.iteration_s, time.perf_counter() - started)
-    numbers, kept_s = _with_all_usable(problem, timing, best, total)
-    device_numbers = zip(problem.devices, numbers, best.numbers, strict=True)
+    usable_numbers, kept_s = _with_all_usable(problem, timing, best, total)
+    device_numbers = zip(problem.devices, usable_numbers, best.numbers, strict=True)
     record = BatchSplit(
         total_batch_size=total,
         equal_s=equal_s,
         kept_s=kept_s,
-        idle_s=sum(row.devices * (best.slowest_s - slowest_of(timing.curves, [row])) for row in best.rows),
-        dropped={device.name: keeping - used for device, keeping, used in device_numbers if keeping > used},
+        idle_s=_idle_s(timing, best),
+        dropped={device.name: usable - used for device, usable, used in device_numbers if usable > used},
         accumulated_s=accumulated_s,
     )
     communication_s = None if timing.finish is None else max(0.0, best.iteration_s - best.slowest_s)
+    # the plan's field overload_factor holds EasyScale's f: here the seconds that the slowest device computes
     update = {"split": record, "communication_s": communication_s, "overload_factor": best.slowest_s}
     return plan.model_copy(update=update)
 
@@ -128,13 +129,22 @@ def plan_best_total(
 ) -> Plan | None:
     """Return the split of most progress per second; its total batch, devices and sizes are chosen together.
 
-    This is Cannikin's problem (arXiv:2402.05302). ``totals``: the total batches to choose from, in samples; ``progress``: total
-    -> progress of a step. Step times are those of :func:`plan_lb_bsp`, in one pass or in several, whichever is shorter. Both
-    progress and step time grow with the total, so any total in a range makes at most the progress of the largest in the time of
-    the smallest. Ranges are halved, the most promising first, until none can be better than the best total found by more than
-    :data:`NEAR_BEST`. None where no total fits.
+    This is Cannikin's problem (arXiv:2402.05302). Step times are those of :func:`plan_lb_bsp`, in one pass or in several,
+    whichever is shorter. None where no total fits.
+
+    The search is branch and bound. Both progress and step time grow with the total, so any total in a range makes at most the
+    progress of the largest in the time of the smallest. Ranges are halved, the most promising first, until none can be better
+    than the best total found by more than :data:`NEAR_BEST`.
+
+    Args:
+        problem: the offered devices and the constraints on them.
+        curves: device type -> step time over samples, with the fitted model of synchronisation.
+        totals: the total batches to choose from, in samples.
+        progress: returns the useful samples of a step with this total batch (the total times its statistical efficiency).
     """
-    started, step_times, offer = time.perf_counter(), _step_times(problem, curves), _offer(problem)
+    started = time.perf_counter()
+    step_times = _step_times(problem, curves)
+    offer = _offer(problem)
     timings = [_Timing.of(step_times, synchronise=True, accumulate=accumulate) for accumulate in (False, True)]
 
     @cache
@@ -163,15 +173,15 @@ def plan_best_total(
     found = shortest(best)
     if found is None:
         return None
-    (timing, choice), whole = found, replace(problem, max_workers=best, batch_size=1)
-    plan = _plan(whole, "goodput", timing.curves, choice.rows, choice.iteration_s, time.perf_counter() - started)
-    equal = _equal_rows(problem, best)
-    fits = all(row.size <= int(timing.curves.limits[row.kind]) for row in equal)
+    timing, choice = found
+    # the total need not be a multiple of the job's mini-batch, so the plan's mini-batches are single samples
+    in_samples = replace(problem, max_workers=best, batch_size=1)
+    plan = _plan(in_samples, "goodput", timing.curves, choice.rows, choice.iteration_s, time.perf_counter() - started)
     split = BatchSplit(
         total_batch_size=best,
-        equal_s=timing.step_s(equal) if fits else None,
+        equal_s=_equal_split_s(problem, timing, best),
         kept_s=None,
-        idle_s=sum(row.devices * (choice.slowest_s - slowest_of(timing.curves, [row])) for row in choice.rows),
+        idle_s=_idle_s(timing, choice),
         dropped={},
         goodput_per_s=rate(best, best),
         efficiency=progress(best) / best,
@@ -195,7 +205,8 @@ def _offer(problem: Problem) -> Offer:
 
 def checked_total(workers: int, batch_size: int, where: str) -> int:
     """Return the samples of a step, ``workers * batch_size``. Raises InputError at ``where`` above :data:`MOST_SAMPLES`."""
-    if (total := workers * batch_size) > MOST_SAMPLES:
+    total = workers * batch_size
+    if total > MOST_SAMPLES:
         problem = f"is {batch_size}, which makes {total} samples a step for {workers} workers"
         raise InputError(where, problem, f"at most {MOST_SAMPLES // workers} (10^12 samples in all)")
     return total
@@ -204,18 +215,28 @@ def checked_total(workers: int, batch_size: int, where: str) -> int:
 def _plan(
     problem: Problem, strategy: Strategy, curves: DeviceCurves, rows: Sequence[Row], step_s: float, seconds: float
 ) -> Plan:
-    """Return the plan with these ``rows``: numbers of devices of a type with the same number of samples each.
+    """Return the plan that gives the devices of each row the row's samples.
 
-    ``step_s``: seconds of a step; ``seconds``: spent on the search. The plan's waste is the mini-batches per second that its
-    devices lose by waiting. Raises Infeasible where a device would make more passes than a plan may have.
+    The plan's waste is the mini-batches per second that its devices lose by waiting. Raises Infeasible where a device would
+    make more passes than a plan may have.
+
+    Args:
+        problem: the offered devices, in whose order rows number the types.
+        strategy: the name of the strategy that made the split.
+        curves: time over samples, and memory, of each type.
+        rows: numbers of devices of a type with the same number of samples each.
+        step_s: seconds of a step, synchronisation included if it is known.
+        seconds: what the search for the split took.
     """
     names = [device.name for device in problem.devices]
     for row in rows:
-        if (passes := _passes(curves, row)) > MOST_PASSES:
+        passes = _passes(curves, row)
+        if passes > MOST_PASSES:
             raise Infeasible(
                 f"each {names[row.kind]} would make {passes:,} passes of a step; {MOST_PASSES:,} are the most"
             )
     compute_s = {row: slowest_of(curves, [row]) for row in rows}
+    # mini-batches per second if no device ever waited
     capability = sum(row.devices * row.size / row_s / problem.batch_size for row, row_s in compute_s.items() if row_s)
     assignments = [
         Assignment(
@@ -258,13 +279,16 @@ def _synchronised_finish(step_times: Sequence[StepTime], accumulating: bool) -> 
 
     def sync_s(params: ThroughputParams, per_node: int, devices: int) -> float:
         """Return the seconds of synchronisation between ``devices`` devices, ``per_node`` on a node, by one type's model."""
-        inside = float(sync_time_s(params, 1, min(devices, per_node)))
-        across = float(sync_time_s(params, -(-devices // per_node), devices)) if devices > per_node else 0.0
-        return max(inside, across)  # a fit may say that several nodes are faster; the search needs growing times
+        inside_s = float(sync_time_s(params, 1, min(devices, per_node)))  # on one node
+        if devices <= per_node:
+            return max(inside_s, 0.0)
+        nodes = -(-devices // per_node)
+        # a fit may say that several nodes are faster than one; the search needs times that grow with the devices
+        return max(inside_s, float(sync_time_s(params, nodes, devices)))
 
     @cache
     def longest(devices: int) -> float:
-        """Return the seconds of synchronisation by the slowest type's model."""
+        """Return the seconds of synchronisation between ``devices`` devices by the slowest type's model."""
         return max(sync_s(params, per_node, devices) for params, per_node in models)
 
     def finish(slowest_s: float, devices: int) -> float:
@@ -297,7 +321,8 @@ class _Timing:
     def of(cls, step_times: Sequence[StepTime], *, synchronise: bool, accumulate: bool = False) -> _Timing:
         """Return the timing of a step on types with these step times.
 
-        ``synchronise``: whether the step includes synchronisation; ``accumulate``: whether devices make samples in passes.
+        ``synchronise``: whether the step includes synchronisation; ``accumulate``: whether a device may make its samples in
+        several passes (gradient accumulation), each as large as its memory holds.
         """
         curves = DeviceCurves.of_types(step_times, accumulate=accumulate)
         return cls(curves=curves, finish=_synchronised_finish(step_times, accumulate) if synchronise else None)
@@ -312,17 +337,35 @@ class _Timing:
         return slowest_s if self.finish is None else self.finish(slowest_s, sum(row.devices for row in rows))
 
 
+def _equal_split_s(problem: Problem, timing: _Timing, total: int) -> float | None:
+    """Return the seconds of a step whose ``total`` samples are split equally (BSP); None where memory does not hold them."""
+    rows = _equal_rows(problem, total)
+    fits = all(row.size <= int(timing.curves.limits[row.kind]) for row in rows)
+    return timing.step_s(rows) if fits else None
+
+
+def _idle_s(timing: _Timing, choice: Chosen) -> float:
+    """Return the seconds for which devices wait for the slowest one in a step, all devices together."""
+    return sum(row.devices * (choice.slowest_s - slowest_of(timing.curves, [row])) for row in choice.rows)
+
+
 def _equal_rows(problem: Problem, total: int) -> list[Row]:
     """Return the equal split of ``total`` samples over the devices that BSP uses; the fastest take the remainder.
 
     BSP uses the fastest devices that the constraints allow, or the type with the most capability in all where a job must keep
-    to one.
+    to one. A row's ``kind`` is the index of its type in the problem.
     """
-    order, speeds = problem.fastest_first, [device.capability_per_s for device in problem.devices]
+    order = problem.fastest_first
     type_sets = [[type_index] for type_index in order] if problem.single_type else [order]
-    choices = [problem.with_added(type_set, total) for type_set in type_sets]
-    numbers = max(choices, key=lambda counts: sum(count * speed for count, speed in zip(counts, speeds, strict=True)))
-    return equal_rows({type_index: numbers[type_index] for type_index in order}, total)
+
+    def capability_per_s(counts: Sequence[int]) -> Fraction:
+        """Return the mini-batches per second of (T,) ``counts`` devices together."""
+        pairs = zip(counts, problem.devices, strict=True)
+        return sum((count * device.capability_per_s for count, device in pairs), start=Fraction(0))
+
+    # ties go to the first, which is the fastest type
+    counts = max((problem.with_added(type_set, total) for type_set in type_sets), key=capability_per_s)
+    return equal_rows({type_index: counts[type_index] for type_index in order}, total)
 
 
 def equal_rows(numbers: Mapping[int, int], total: int) -> list[Row]:
@@ -344,9 +387,10 @@ def equal_rows(numbers: Mapping[int, int], total: int) -> list[Row]:
 
 
 def _with_all_usable(problem: Problem, timing: _Timing, best: Chosen, total: int) -> tuple[list[int], float | None]:
-    """Return (T,) numbers of devices when all usable ones are added to the ``best`` ones, and the seconds of a step on these.
+    """Return (numbers of devices (T,), seconds of a step on them) when all usable devices are added to the ``best`` ones.
 
-    The difference is what leaving devices out gains. The seconds are None where such a split does not fit into memory.
+    The difference to the best step is what leaving devices out gains. A device is usable if its memory holds a sample and the
+    constraints allow it. The seconds are None where a split of the ``total`` samples over these does not fit into memory.
     """
     with_memory = [index for index in problem.fastest_first if int(timing.curves.limits[index]) >= 1]
     usable = [index for index in with_memory if best.numbers[index] or not problem.single_type]

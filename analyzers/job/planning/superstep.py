@@ -74,15 +74,16 @@ def plan_elastic_bsp(
     """
     started = time.perf_counter()
     check_affordable(problem)
-    counts, gap = tuple(device.count for device in problem.devices), 0.0
     if all_devices:
+        counts = tuple(device.count for device in problem.devices)
         best = superstep_of(problem, counts, lookahead, max_gap)
+        gap = 0.0
     else:
         choice = choose(problem, lookahead, max_gap, limit_s)
         counts, best, gap = choice.counts, choice.evaluation, choice.gap
     # The figures of the superstep, by type: each worker waits from the end of its last iteration until the barrier.
     used = [(problem.devices[index], counts[index]) for index in best.type_indices]
-    iterations = {device.name: count for (device, _), count in zip(used, best.iterations, strict=True)}
+    iterations = {device.name: made for (device, _), made in zip(used, best.iterations, strict=True)}
     waits_s = [best.barrier_s - iterations[device.name] / device.capability_per_s for device, _ in used]
     throughput = float(best.rate_per_s)
     return problem.plan(
@@ -113,7 +114,8 @@ def plan_elastic_bsp(
 def superstep_of(problem: Problem, counts: Counts, lookahead: int, max_gap: int | None) -> BestSuperstep:
     """Return the superstep that makes most mini-batches per second on exactly ``counts`` (T,) devices, at least one.
 
-    ``lookahead`` and ``max_gap`` as in :func:`best_superstep`.
+    Each worker makes at most ``lookahead`` iterations until the barrier, and at most ``max_gap`` more than any other (None: no
+    limit).
     """
     type_indices = [index for index in problem.fastest_first if counts[index]]
     workers = [(problem.devices[index].capability_per_s, counts[index]) for index in type_indices]
@@ -125,8 +127,9 @@ def superstep_of(problem: Problem, counts: Counts, lookahead: int, max_gap: int 
 def choose(problem: Problem, lookahead: int, max_gap: int | None, limit_s: float) -> Best[BestSuperstep]:
     """Return the devices whose best superstep makes most mini-batches per second; of equal ones the fewest.
 
-    The search ends after ``limit_s`` seconds; the result's gap then says how much better another choice could be. At least
-    one device must be affordable (:func:`~ddltool.analyzers.job.placement.problem.check_affordable`).
+    ``lookahead`` and ``max_gap`` limit a worker's iterations, see :func:`superstep_of`. The search ends after ``limit_s``
+    seconds; the result's gap then says how much better another choice could be. At least one device must be affordable
+    (:func:`~ddltool.analyzers.job.placement.problem.check_affordable`).
     """
 
     @cache
@@ -166,9 +169,10 @@ def _fastest_down_to_each_type(problem: Problem) -> set[Counts]:
     """Return candidates of (T,) device counts, one of which is optimal if there is no limit on the price.
 
     They are all devices of the fastest type, of the fastest two types, and so on; of each type alone where a job must keep to
-    one. Each is cut off at the limit of devices.
+    one. Each has at most as many devices as the problem allows.
     """
-    order, unpriced = problem.fastest_first, replace(problem, max_price_micro=None)
+    order = problem.fastest_first
+    unpriced = replace(problem, max_price_micro=None)
     type_sets = [[index] for index in order] if problem.single_type else [order[: n + 1] for n in range(len(order))]
     largest = {tuple(unpriced.with_added(type_set, unpriced.device_limit)) for type_set in type_sets}
     return {counts for counts in largest if any(counts)}
@@ -177,7 +181,8 @@ def _fastest_down_to_each_type(problem: Problem) -> set[Counts]:
 def _first_guesses(problem: Problem) -> Iterator[Counts]:
     """Yield (T,) device counts that the search should try first under a price limit; none without one.
 
-    For each range of types, in the order of speed or of price per capability, devices are bought while money lasts.
+    Types are ordered by speed, then by price per capability. For every contiguous range of each order, devices are taken in
+    that order while the money lasts.
     """
     if problem.max_price_micro is None:
         return
@@ -202,9 +207,10 @@ def best_superstep(
     if len(workers) ** 2 * lookahead > MOST_ENDS:
         problem = f"{lookahead} iterations of {len(workers)} device types are too many"
         raise InputError("--lookahead", problem, f"at most {MOST_ENDS // len(workers) ** 2} for these types")
-    best: tuple[Fraction, Fraction] | None = None
+    best: tuple[Fraction, Fraction] | None = None  # (mini-batches per second, barrier in seconds)
     counts = np.array([count for _, count in workers], dtype=np.int64)
     speeds = [speed for speed, _ in workers]
+    # A barrier that is not at the end of some worker's iteration would only add waiting.
     for speed in set(speeds):
         candidate = _best_barrier(speed, speeds, counts, lookahead, max_gap)
         if candidate is None:
