@@ -199,13 +199,13 @@ class _Activity:
         A pause is one of ``gaps`` (2, m), in which nothing computes, that neither overlaps a ``blocked`` interval nor lies in a
         wait for the loader.
         """
-        lengths_s: list[float] = []
+        lengths_s = [0.0]
         for start, stop in gaps.T.tolist():
             is_blocked = any(blocked_start < stop and blocked_end > start for blocked_start, blocked_end, _ in blocked)
             waits_for_loader = _is_inside(np.array([(start + stop) / 2]), self.inputs)[0]
             if not is_blocked and not waits_for_loader:
                 lengths_s.append(min(stop, end) - max(start, begin))
-        return max(lengths_s, default=0.0)
+        return max(lengths_s)
 
 
 def _split_rank(trace: RankTrace) -> _Rank:
