@@ -217,14 +217,18 @@ class LayoutFigures:
         found = {} if self.compile else {"torch.compile": self.changed(compile=True)}
         work = self.work.under(candidate.sharding)
         has_units = all("float8" in self.kinds[name].model.device.peak_flops for name in candidate.layout.devices)
-        if has_units and work.eighth is not None and self.degrees.gpus == 1:
+        if has_units and work.in_fp8 is not None and self.degrees.gpus == 1:
             with suppress(InputError):
                 found["fp8" if self.compile else "torch.compile with fp8"] = self.changed(
-                    compile=True, work=work.eighth()
+                    compile=True, work=work.in_fp8()
                 )
-        if work.last is not None and self.degrees.gpus == 1 and _convolution_share(work.traced.graph) > _OF_IMAGES:
+        if (
+            work.in_channels_last is not None
+            and self.degrees.gpus == 1
+            and _convolution_share(work.traced.graph) > _OF_IMAGES
+        ):
             with suppress(InputError):
-                found["channels_last"] = self.changed(work=work.last())
+                found["channels_last"] = self.changed(work=work.in_channels_last())
         return found
 
     def step_s(self, candidate: LayoutCandidate) -> float | None:
