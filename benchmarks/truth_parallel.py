@@ -273,7 +273,7 @@ def _narrow_llama(length: int, layers: int, name: str, dtype: str) -> WorkCurve:
     graph = curve.traced.graph
     names = tuple(dtype if each.startswith("float8") else each for each in graph.dtype)
     traced = replace(curve.traced, graph=replace(graph, dtype=names))
-    return replace(curve, traced=traced, gathered=None, _lifetimes={}, _gathered=[])
+    return replace(curve, traced=traced, under_fsdp=None, _lifetimes={}, _under_fsdp=[])
 
 
 def nemo(data: Path) -> Iterator[Pair]:

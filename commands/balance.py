@@ -131,7 +131,8 @@ def balance(
     if model is not None:
         from ddltool.analyzers.job.balancing.length_costs import cost_of_model  # nothing else here needs torch
 
-        source, longest = f"{name_of(model)} on {device}, {precision}", int(lengths[0].max())
+        source = f"{name_of(model)} on {device}, {precision}"
+        longest = int(lengths[0].max())
         with stage(f"tracing {name_of(model)} at three lengths"):
             sample_cost = cost_of_model(model, device, precision, longest=longest, replicas=len(ranks), sharded=sharded)
     job = LengthsJob(
@@ -174,8 +175,13 @@ def _speeds_result(
 ) -> BalanceResult:
     """Return the figures of a recorded run replayed with batches sized by each predictor's speeds, and with equal ones.
 
-    ``total``: samples of all workers in an iteration. ``settings``: of the predictors. ``schemes``: whether BSP, ASP,
-    SSP and others are compared too.
+    Args:
+        recorded: the workers' speeds in each iteration.
+        predictors: the names of the predictors.
+        total: samples of all workers in an iteration.
+        settings: the settings of all predictors.
+        schemes: whether the synchronisation schemes BSP, ASP, SSP and others are compared, too.
+        stage: makes the context of the replays, which shows their progress.
     """
     outcomes = {}
     with stage("replaying", len(predictors)) as advance:
@@ -231,19 +237,25 @@ def show_balance(
 
 
 def _rows_of(trace: str | Path | pd.DataFrame | Sequence[int]) -> tuple[Path, pd.DataFrame]:
-    """Return (path, for errors; table of speeds or lengths). A list is taken for the lengths of samples.
+    """Return (path that errors name, table of the workers' speeds or of samples' lengths).
 
+    ``trace``: a file, the table itself, or a list, which is taken for the lengths of samples and becomes the column "length".
     Raises InputError for a file that cannot be read.
     """
-    if isinstance(trace, (str, Path)):
-        lines = read_length_lines(Path(trace))
-        # The columns are named in the error about an empty table.
-        return Path(trace), read_table(trace, (*SPEED_COLUMNS, "or length alone")) if lines is None else lines
-    return Path("trace"), trace if isinstance(trace, pd.DataFrame) else pd.DataFrame({"length": list(trace)})
+    if isinstance(trace, pd.DataFrame):
+        return Path("trace"), trace
+    if not isinstance(trace, (str, Path)):
+        return Path("trace"), pd.DataFrame({"length": list(trace)})
+    path = Path(trace)
+    lines = read_length_lines(path)
+    if lines is not None:
+        return path, lines
+    # The columns are named in the error about an empty table.
+    return path, read_table(trace, (*SPEED_COLUMNS, "or length alone"))
 
 
 def _given_cost(cost: Sequence[float] | None) -> tuple[SampleCost, str]:
-    """Return (cost of a sample by its length L, words on its source).
+    """Return (cost of a sample by its length L, words on where the cost is from).
 
     ``cost``: a, b and c of a L + b L^2 + c, then optionally the costs of a pass and of a step; None: an assumed decoder's.
     Raises InputError for fewer than three or more than five numbers.
@@ -280,9 +292,10 @@ def _scheme_figures(recorded: SpeedTrace, total: int, predictor: str, settings: 
 
 
 def _warm_up_of(recorded: SpeedTrace, wanted: int, path: Path, tell: Tell) -> int:
-    """Return the iterations of warm-up: ``wanted``, or fewer if the trace is short, with a remark to ``tell``.
+    """Return after how many iterations a predictor is first trained: ``wanted``, or fewer if the trace is short.
 
-    Raises InputError if no iteration is left after them. ``recorded``: the workers' speeds, from the file ``path``.
+    ``tell`` is then called with a remark. ``recorded``: the workers' speeds, from the file ``path``. Raises InputError if no
+    iteration is left after the warm-up.
     """
     warmed = default_warm_up(recorded.iterations, wanted)
     if recorded.iterations <= warmed:

@@ -76,7 +76,8 @@ def barrier(
     for name, choose in calls.items():
         begin_s = time.process_time()
         choice = choose(ends)
-        cpu_seconds, superstep_s = time.process_time() - begin_s, float((choice.iterations * length_s).max())
+        cpu_seconds = time.process_time() - begin_s
+        superstep_s = float((choice.iterations * length_s).max())  # until the slowest worker is at the barrier
         records[name] = BarrierChoice(
             **_figures(choice),
             iterations=dict(zip(names, choice.iterations.tolist(), strict=True)),
@@ -113,9 +114,9 @@ def _figures(barrier: Barrier) -> dict[str, Any]:
 def predicted_ends(path: Path, lookahead: int, predictor: str, tell: Tell) -> tuple[tuple[str, ...], EndTimes]:
     """Return (names of the workers, predicted ends, in seconds, of the next ``lookahead`` iterations of each).
 
-    ``path``: recorded iteration ends, or telemetry. ``predictor``: the name of that of an iteration's length. ``tell``
-    gets a remark on workers whose rows stop early. Raises InputError for a wrong or unreadable file, and for more than
-    ``MOST_ENDS`` ends.
+    ``path``: a file of recorded iteration ends, or telemetry. ``predictor``: a name of ``PREDICTORS``, by which the length of
+    an iteration is predicted. ``tell`` is called with a remark on workers whose rows stop early. Raises InputError for a wrong
+    or unreadable file, and for more than ``MOST_ENDS`` ends.
     """
     recorded = read_recorded(path, tell)
     names = recorded.names

@@ -83,9 +83,11 @@ def calibrate(
 def _read_steps(
     tables: list[Path], device: Device, known: DeviceTable, batch_size: int | None, **conditions: Any
 ) -> list[MeasuredStep]:
-    """Return the measured steps of one replica and one pass on ``device`` in all files; a note tells of other rows.
+    """Return the measured steps of one replica and one pass on ``device`` in all files; a note says how many rows are others.
 
     Args:
+        tables: the files of rows, and profiler traces.
+        device: the device that is calibrated.
         known: the table by which other names of the device are recognised.
         batch_size: of profiler traces (.json), which lack it; None without traces.
         conditions: model, precision and optimizer of rows without them; see ``measured_rows``.
@@ -109,9 +111,9 @@ def _read_steps(
 
 
 def _error_figures(fit: Updated | None) -> dict[str, Any]:
-    """Return ``rows``, their number, and ``median_error``, of predicted over measured "before" and "after" the fit, for JSON.
+    """Return the JSON fields on a fit's errors: ``rows`` (how many were fitted) and ``median_error`` ("before" and "after").
 
-    Returns {} for None: nothing was fitted.
+    An error is how far predicted / measured is from 1. {} for None: nothing was fitted.
     """
     if fit is None:
         return {}

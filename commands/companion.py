@@ -82,7 +82,8 @@ def companion(
             fields, show = _look_up(database, lookup, free, top_k)
             document |= fields
             if patch is not None:
-                devices, requested = device_counts(lookup, "--lookup"), None if resource == "none" else resource
+                devices = device_counts(lookup, "--lookup")
+                requested = None if resource == "none" else resource
                 document["patch"] = _write_patch(patch, database, devices, per_node, requested, remarks)
         elif not document:  # nothing was asked for: say what the database is
             fresh_count, vector_count = database.counts()
@@ -103,8 +104,9 @@ def _look_up(
 ) -> tuple[dict[str, Any], Callable[[], None]]:
     """Return (JSON fields of the plan on the devices in ``lookup``, a function that prints the plan).
 
-    ``free``: devices that could be added, for which the ``top_k`` best additions are proposed; None: propose nothing.
-    Raises Infeasible if the devices cannot run the job and ``free`` is None.
+    ``lookup``: the available devices, as text such as ``V100=2,T4=1``. ``free``: devices that could be added, as such a text,
+    for which the ``top_k`` best additions are proposed; None: propose nothing. Raises Infeasible if the devices cannot run the
+    job and ``free`` is None.
     """
     devices = device_counts(lookup, "--lookup")
     plan = _plan_on_devices(database, devices)
@@ -204,7 +206,8 @@ def _write_patch(
         )
     # The fastest candidate; of equally fast ones that with the fewest devices.
     negative_rate, count, name = min(candidates)
-    best_plan, nodes = _plan_on_devices(database, {name: count}), max(1, count // per_node)
+    best_plan = _plan_on_devices(database, {name: count})
+    nodes = max(1, count // per_node)
     processes = count // nodes
     group = EqualNodes(device_type=name, nodes=nodes, processes_per_node=processes, first_node=0, first_rank=0)
     # The samples of each process in a step: its ESTs (logical workers) take one mini-batch each.

@@ -82,7 +82,7 @@ def demo(output: Path = Path("ddltool-demo"), seed: Seed = 0, as_json: bool = Fa
 
 @contextlib.contextmanager
 def _announce_step(title: str, *, spinner: bool) -> Iterator[None]:
-    """Tell on stderr that the block, a step of the demo, runs: by its title, or on a terminal by a spinner with the title.
+    """Show on stderr that the ``with`` block, a step of the demo, runs: by its title, or on a terminal by a spinner.
 
     ``spinner``: False for a step that shows its own progress on a terminal, where nothing is printed then.
     """
@@ -94,7 +94,10 @@ def _announce_step(title: str, *, spinner: bool) -> Iterator[None]:
 
 
 def _trace(output: Path, seed: int) -> Finding:
-    """Trace the zoo model and a shipped graph, write their files, and return the simulated gain of TAC's order on each."""
+    """Trace the zoo model and a shipped graph, write their files, and return the simulated gain of TAC's order on each.
+
+    TAC is the order of transfers of the TicTac paper that uses the ops' times.
+    """
     shipped = folder() / "graphs" / f"{CONTRAST}.graph.json.gz"
     sampling: dict[str, Any] = {"samples": SAMPLES, "seed": seed, "tell": note}
     outputs: dict[str, Any] = {"output": output / "graph.json", "perfetto": output / "timeline.perfetto.json"}
@@ -178,13 +181,11 @@ def _train(output: Path, seed: int) -> Finding:
     code, script_output = run_script(command, enforcement.world_size, environment, "the training run", TRAINING_LIMIT_S)
     write_text(log_file, script_output)
     if code != 0:
-        lines = [
-            line for line in script_output.splitlines() if "rror" in line
-        ]  # Error, error: the first one is the cause
-        raise DdlToolError(
-            f"the training run failed with exit code {code} ({lines[0] if lines else 'no message'}); see {log_file}"
-        )
-    ranks, training = _measured_steps(output, enforcement), read_document(result_file)
+        error_lines = [line for line in script_output.splitlines() if "rror" in line]  # Error, error
+        message = error_lines[0] if error_lines else "no message"  # the first one is the cause
+        raise DdlToolError(f"the training run failed with exit code {code} ({message}); see {log_file}")
+    ranks = _measured_steps(output, enforcement)
+    training = read_document(result_file)
     slowest = show_seconds(max(row["step_s"] for row in ranks))
     steps = f"{len(training['losses'])} steps of {slowest} on {enforcement.world_size} processes (measured)"
     finding = f"{steps}\n{_outcome(training)}"
@@ -192,7 +193,10 @@ def _train(output: Path, seed: int) -> Finding:
 
 
 def _measured_steps(output: Path, enforcement: Enforcement) -> list[dict[str, Any]]:
-    """Return for each rank its device, batch, median seconds of each phase, and the step time predicted by the fit."""
+    """Return for each rank its device, batch, median seconds of each phase of a step, and the step time that the fit predicts.
+
+    They are read from the telemetry and goodput.json in the folder ``output``; the first steps, which warm up, are left out.
+    """
     params = load(output / "goodput.json", Goodput).params
     telemetry = read_table(output / "telemetry.jsonl")
     medians = telemetry[telemetry["step"] >= WARMUP_STEPS].groupby("rank").median(numeric_only=True)

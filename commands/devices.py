@@ -62,7 +62,11 @@ def show_devices(call: VerbCall[DeviceTable | OperationsResult], as_json: bool =
 def _time_operations(
     device: Device, products: Sequence[str], collectives: Sequence[str], precision: str
 ) -> OperationsResult:
-    """Return the predicted times of single operations on a device; ``products``, ``collectives``: texts of the options."""
+    """Return the predicted times of single operations on a device, products first.
+
+    ``products``: texts such as "4096x4096x4096"; ``collectives``: texts such as "all-reduce:64MiB:8". ``precision``: of the
+    products.
+    """
     from ddltool.analyzers.step.costs.model import cost_model  # imported late: listing devices does not need it
     from ddltool.analyzers.step.costs.operations import time_collective, time_product
 

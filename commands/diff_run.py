@@ -32,12 +32,14 @@ def diff_run(a: Path, b: Path, whole: bool = False, as_json: bool = False) -> No
 
 
 def _lines(comparison: RunDifference, a: str, b: str) -> list[str]:
-    """Return the lines to print about a comparison of two records; ``a`` and ``b``: the records' names.
+    """Return the lines to print about a comparison of two records.
 
-    The first difference with its likely cause, or the number of equal steps; then the settings that differ.
+    They say the first difference with its likely cause, or the number of equal steps; then the settings that differ. ``a`` and
+    ``b``: the names of the records.
     """
     lines = []
-    if (difference := comparison.difference) is None:
+    difference = comparison.difference
+    if difference is None:
         lines.append(f"equal bits in all {comparison.steps_compared} steps that both records have")
         if not comparison.same_length:
             for name, record in ((a, comparison.a), (b, comparison.b)):

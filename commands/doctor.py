@@ -91,14 +91,16 @@ def _examine_machine(as_json: bool) -> None:
 
 
 def _print_overhead(overhead: OverheadResult, script: str) -> None:
-    """Print the seconds per step with ddltool off and on, their ratio with its interval, and the verdict."""
+    """Print the seconds per step with ddltool off and on, their ratio with its interval, and the verdict.
+
+    ``script``: its name, for the title.
+    """
     rows = []
-    for name, clock, ratio in (("wall clock", "wall_s", overhead.wall), ("CPU seconds", "cpu_s", overhead.cpu)):
-        off, on = (
-            statistics.median(getattr(run, clock) for run in pair_runs) for pair_runs in (overhead.off, overhead.on)
-        )
+    for name, field, ratio in (("wall clock", "wall_s", overhead.wall), ("CPU seconds", "cpu_s", overhead.cpu)):
+        off_s = statistics.median(getattr(run, field) for run in overhead.off)
+        on_s = statistics.median(getattr(run, field) for run in overhead.on)
         interval = f"{ratio.low - 1:+.1%} to {ratio.high - 1:+.1%}"
-        rows.append((name, show_seconds(off), show_seconds(on), f"{ratio.median - 1:+.1%}", interval))
+        rows.append((name, show_seconds(off_s), show_seconds(on_s), f"{ratio.median - 1:+.1%}", interval))
     confidence = min(overhead.wall.confidence, overhead.cpu.confidence)
     caption = f"Measured: {len(overhead.on)} pairs of runs in turns; {confidence:.1%} intervals of the median."
     if overhead.verdict == "not decided":

@@ -131,16 +131,18 @@ def show_emit(call: VerbCall[EmitResult], as_json: bool = False) -> None:
         note(f"not expressed by {written.target}: {gap}")
     if written.paths != ["-"]:
         sizes = [*map(str, written.local_batch_sizes)]
-        batches = ", ".join(sizes if len(sizes) <= _SIZES_SHOWN else [*sizes[:_SIZES_SHOWN], "..."])
+        shown_sizes = sizes if len(sizes) <= _SIZES_SHOWN else [*sizes[:_SIZES_SHOWN], "..."]
+        batches = ", ".join(shown_sizes)
         groups = "" if written.group is None else f" in {len(sizes)} groups of {written.group.text}"
         files = " and ".join(written.paths)
         say(f"wrote {files}: {written.world_size} processes{groups}, local batch sizes {batches}")
 
 
 def _script_gaps(script: str, target: str, folder: Path) -> list[str]:
-    """Return the gap to report if the default script is neither here nor in the output's ``folder``; [] for none.
+    """Return a sentence on the training script if it is found nowhere, as a list of one; [] if there is nothing to report.
 
-    A script that the user named is trusted; of a container's nothing is visible from here.
+    The default script is looked for in the current folder and in the output's ``folder``. A script that the user named is
+    trusted, and one that runs in a container of Kubernetes is not visible from here. ``target``: the program that starts it.
     """
     is_trusted = is_given("script") or target == "kubernetes"
     if is_trusted or any((place / script).exists() for place in (Path(), folder)):
@@ -160,12 +162,19 @@ def _label_values(text: str, device_types: Sequence[str]) -> dict[str, str]:
 
 
 def _read_devices_per_node(text: str, option: str) -> dict[str, int] | int:
-    """Return the number in a text ``8``, for all device types, or the numbers by type in ``V100=8,T4=1``."""
+    """Return the number in a text ``8``, for all device types, or the numbers by type in ``V100=8,T4=1``.
+
+    Raises InputError, naming ``option``, for other texts.
+    """
     return device_counts(text, option) if "=" in text else integers(text, option, most=999_999)[0]
 
 
 def _checked_cluster_name(option: str, name: str, target: str) -> str:
-    """Return ``name``, the value of ``option``. Raises InputError if Slurm (a ``target``), else Kubernetes, refuses it."""
+    """Return ``name`` unchanged. Raises InputError if the cluster's software would refuse it as a name.
+
+    ``option``: the option that has the name, which decides what is allowed. ``target``: "slurm"; any other stands for
+    Kubernetes.
+    """
     patterns = {"--image": _IMAGE_NAME, "--queue": _LABEL_VALUE}
     pattern = _SLURM_NAME if target == "slurm" else patterns.get(option, _LABEL_KEY)
     if not re.fullmatch(pattern, name):

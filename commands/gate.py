@@ -58,10 +58,10 @@ def gate(
 
     Raises InputError for rules that do not fit, and for two artifacts of different kinds.
     """
-    # A file that was named must exist; the default one need not.
-    settings = (
-        config if isinstance(config, GateConfig) else read_config(config or Path(CONFIG_NAME), required=bool(config))
-    )
+    if isinstance(config, GateConfig):
+        settings: GateConfig | None = config
+    else:  # a file that was named must exist; the default one need not
+        settings = read_config(config or Path(CONFIG_NAME), required=bool(config))
     artifacts = as_list(current)
     figures = figures_of(artifacts)
     parsed_rules, origin = rules_for(figures.kind, rules, settings)
@@ -120,20 +120,29 @@ def show_gate(
         print_json(verdict)
     else:
         show(gate_section(verdict, _subject(current, baselines)), junit, sarif)
-    if failed := verdict.failed:
+    failed = verdict.failed
+    if failed:
         more_text = f" | and {len(failed) - _NAMED} more" if len(failed) > _NAMED else ""
         sentences = " | ".join(sentence(check) for check in failed[:_NAMED])
         raise CheckFailed(f"{len(failed)} of {len(verdict.checks)} checks failed: {sentences}{more_text}")
 
 
 def _subject(current: list[Path], baselines: Sequence[Path] = ()) -> str:
-    """Return the name of what is judged: the first file, the number of others, and the first baseline."""
-    text = str(current[0]) if len(current) == 1 else f"{current[0]} and {len(current) - 1} more"
-    return harmless(f"{text} against {baselines[0]}" if baselines else text)
+    """Return the name of what is judged, such as "a.json and 2 more against b.json", with the first of the baselines."""
+    text = str(current[0])
+    if len(current) > 1:
+        text += f" and {len(current) - 1} more"
+    if baselines:
+        text += f" against {baselines[0]}"
+    return harmless(text)
 
 
 def _tell_github(verdict: GateResult, current: list[Path], summary_file: str | None) -> None:
-    """Write the verdict for GitHub: annotations on stderr (read like stdout), and the step summary into its file, if any."""
+    """Write the verdict for a GitHub workflow: annotations on stderr, and the summary of the workflow's step.
+
+    ``current``: the judged files, the first of which annotations name. ``summary_file``: the file to which the summary is
+    appended; None or "": there is none.
+    """
     for line in workflow_commands(verdict, str(current[0])):
         sys.stderr.write(line + "\n")
     if summary_file:

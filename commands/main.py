@@ -50,15 +50,19 @@ def load(name: str) -> TyperCommand:
     """
     words = [f"{word}_" if iskeyword(word) else word for word in name.replace("-", "_").split()]
     module = import_module(f"ddltool.commands.{words[0]}")
-    example = COMMANDS[name].get("example")
     panels = {option: title for title, options in COMMANDS[name].get("panels", {}).items() for option in options}
     from ddltool.commands.verbs import typer_command  # imported late, as `ddltool --help` does not need it
 
-    single = typer.Typer(add_completion=False)
     # Below the options, help shows an example, and the second words of commands such as "simulate sweep".
-    beside = [other.partition(" ")[2] for other in COMMANDS if other.startswith(f"{name} ")]
-    more = [f"Example: {example}" if example else "", f"Beside it: {name} {', '.join(beside)}" if beside else ""]
-    register = single.command(name=name, cls=_Command, epilog="\n\n".join(filter(None, more)) or None)
+    epilog = []
+    example = COMMANDS[name].get("example")
+    if example:
+        epilog.append(f"Example: {example}")
+    second_words = [other.partition(" ")[2] for other in COMMANDS if other.startswith(f"{name} ")]
+    if second_words:
+        epilog.append(f"Beside it: {name} {', '.join(second_words)}")
+    single = typer.Typer(add_completion=False)
+    register = single.command(name=name, cls=_Command, epilog="\n\n".join(epilog) or None)
     register(typer_command(getattr(module, "_".join(words)), name, panels))
     command = cast("TyperCommand", get_command(single))
     # -q and -v may stand behind the command's name too.
@@ -78,10 +82,14 @@ class _PlainHelp:
 
 
 def _type_shown(parameter: Any, ctx: Any) -> str | None:
-    """Return the type that help shows for a parameter; None, which shows nothing, for arguments and flags."""
+    """Return the type that help shows for a parameter; None, which shows nothing, for arguments and flags.
+
+    ``ctx``: typer's context, which asks for it.
+    """
     if parameter.param_type_name == "argument" or getattr(parameter, "is_flag", False):
         return None
-    return (type(parameter).display_type_rich(parameter, ctx) or "").replace("<str>", "TEXT")
+    shown = type(parameter).display_type_rich(parameter, ctx) or ""
+    return shown.replace("<str>", "TEXT")
 
 
 class _Command(_PlainHelp, TyperCommand):
@@ -127,8 +135,9 @@ class _Lazy(_PlainHelp, TyperGroup):
             if name in COMMANDS:
                 _check_models(args[words:])
                 return name, load(name), args[words:]
-        if subcommands := [name.partition(" ")[2] for name in COMMANDS if name.startswith(f"{args[0]} ")]:
-            ctx.fail(f"{args[0]} needs one of: {', '.join(subcommands)}")
+        second_words = [name.partition(" ")[2] for name in COMMANDS if name.startswith(f"{args[0]} ")]
+        if second_words:
+            ctx.fail(f"{args[0]} needs one of: {', '.join(second_words)}")
         return super().resolve_command(ctx, args)
 
 

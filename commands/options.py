@@ -26,12 +26,13 @@ Remark = dict[str, Any]
 
 def within(least: int, most: int | None = None) -> Remark:
     """Return the settings of a whole number from ``least`` to ``most``, both included; ``most`` None: no upper limit."""
-    ends = f"[{least}<=x<={most}]" if most is not None else f"[x>={least}]"
-    return {"metavar": f"N {ends}", "reader": number(least, math.inf if most is None else most, whole=True)}
+    if most is None:
+        return {"metavar": f"N [x>={least}]", "reader": number(least, whole=True)}
+    return {"metavar": f"N [{least}<=x<={most}]", "reader": number(least, most, whole=True)}
 
 
 def completed(names: Iterable[str]) -> Remark:
-    """Return the settings of an option that the shell completes by these names."""
+    """Return the settings of an option for which the shell offers these names; other values are allowed, too."""
     return {"autocompletion": lambda: [*names]}
 
 
@@ -71,7 +72,7 @@ def _device_names() -> list[str]:
 
 @dataclass
 class Voice:
-    """How much a command prints on stderr beside its result; reset by :func:`ddltool.commands.main.run` after a command."""
+    """How much a command prints on stderr beside its result; :func:`ddltool.commands.main.run` resets it after a command."""
 
     quiet: bool = False
     """``-q``: no progress and no remarks; errors are printed."""
@@ -124,17 +125,18 @@ _MOST_NUMBERS = 1000
 
 @contextmanager
 def as_options(names: Mapping[str, str]) -> Iterator[None]:
-    """Replace a field's name in an InputError of the body by its option's: functions raise errors about their parameters.
+    """Let an InputError of the body name an option where it names a parameter of the function that raised it.
 
-    ``names``: field to option. The error stays the same object.
+    ``names``: the option by the name of the parameter. The error stays the same object.
     """
     try:
         yield
     except InputError as error:
         if error.where in names:
-            field, error.where = error.where, names[error.where]
+            parameter = error.where
+            error.where = names[parameter]
             # Only the beginning of the message is replaced: text may have been added at its end.
-            error.args = (error.where + str(error).removeprefix(field),)
+            error.args = (error.where + str(error).removeprefix(parameter),)
         raise
 
 
@@ -201,14 +203,22 @@ def integers(
         raise InputError(where, f"has {max(values)}", f"give whole numbers up to {most}")
     if len(values) > _MOST_NUMBERS:
         raise InputError(where, f"holds {len(values)} numbers", f"give at most {_MOST_NUMBERS}")
-    return (tuple(sorted(set(values)) if ordered else dict.fromkeys(values))) if once else values
+    if not once:
+        return values
+    return tuple(sorted(set(values))) if ordered else tuple(dict.fromkeys(values))
 
 
 def pairs(text: str, where: str, form: str, example: str, pattern: str = ".+") -> dict[str, str]:
     """Return the values by name in a text ``NAME=VALUE,NAME=VALUE``; blanks around parts and empty parts are ignored.
 
-    Raises InputError, named ``where``, for a part of another form and for a repeated name. ``form`` and ``example``: the
-    right form and an example of it, for the error. ``pattern``: regular expression that each value must match in full.
+    Raises InputError for a part of another form and for a repeated name.
+
+    Args:
+        text: what the user wrote.
+        where: the option, for errors.
+        form: the right form in words, for errors, such as "TYPE=N".
+        example: a text of that form, for errors.
+        pattern: a regular expression that each value must match in full.
     """
     values_by_name: dict[str, str] = {}
     for part in filter(None, map(str.strip, text.split(","))):
@@ -230,7 +240,10 @@ def device_counts(text: str, option: str) -> dict[str, int]:
 
 
 def share(text: str, where: str) -> float:
-    """Return the share in a text ``5%`` or ``0.05``. Raises InputError unless it is between 0 and 1, both excluded."""
+    """Return the share in a text ``5%`` or ``0.05``; ``where``: the option, for errors.
+
+    Raises InputError unless it is between 0 and 1, both excluded.
+    """
     value = parse_share(text)
     if not 0 < value < 1:
         raise InputError(where, f"{text!r} is not a share", "write for example 5% or 0.05")
@@ -238,7 +251,7 @@ def share(text: str, where: str) -> float:
 
 
 def percent(text: str, where: str) -> float:
-    """Return the share in a text ``15%`` or ``0.15``; more than 100 % is allowed.
+    """Return the share in a text ``15%`` or ``0.15``; more than 100 % is allowed. ``where``: the option, for errors.
 
     Raises InputError for a negative or infinite number, for other texts, and for a number above 1 without ``%``: 15 would
     be 1500 %, and 15 % is probably meant.
@@ -252,7 +265,10 @@ def percent(text: str, where: str) -> float:
 
 
 def budget(text: str, where: str) -> float:
-    """Return the seconds in a text ``60s`` or ``5min``. Raises InputError for 0, more than thirty days, and other texts."""
+    """Return the seconds in a text ``60s`` or ``5min``; ``where``: the option, for errors.
+
+    Raises InputError for 0, for more than thirty days, and for other texts.
+    """
     seconds = parse_duration(text, where)
     if not 0 < seconds <= _LONGEST_BUDGET_S:
         raise InputError(where, f"{text!r} is not a usable time", "write a time above 0 and up to 720h, such as 60s")

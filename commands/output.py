@@ -77,10 +77,17 @@ def table(
     caption: str | None = None,
     text_columns: int = 1,
 ) -> Grid:
-    """Return a table that fits 80 columns: the first ``text_columns`` are text, the others right-aligned figures.
+    """Return a table for the terminal that fits 80 columns.
 
     Headings are broken between words and at hyphens, figures never. Cells of the first column are not wrapped, unless one is
-    longer than 48 characters. ``caption``: below the table.
+    longer than 48 characters.
+
+    Args:
+        title: stands above the table.
+        columns: the headings.
+        rows: the cells, as many in each row as there are columns.
+        caption: stands below the table; None: nothing does.
+        text_columns: how many of the first columns are text; the others are figures, which are right-aligned.
     """
     caption_text = Text(visible(caption)) if caption else None
     grid = Grid(title=Text(visible(title)), box=SIMPLE, caption=caption_text, title_justify="left")
@@ -92,7 +99,8 @@ def table(
         justify: JustifyMethod = "left" if column_index < text_columns else "right"
         is_unbroken = is_first_unbroken if column_index == 0 else column_index >= text_columns
         heading = visible(column)
-        heading = "\n".join(textwrap.wrap(heading, _LONGEST_HEADING)) if column_index < text_columns else heading
+        if column_index < text_columns:
+            heading = "\n".join(textwrap.wrap(heading, _LONGEST_HEADING))
         grid.add_column(Text(heading), justify=justify, overflow="fold", no_wrap=is_unbroken)
         if 0 < column_index < text_columns:  # what has no blank, such as a device's name, is not broken either
             longest = max((len(word) for row in rows for word in row[column_index].split()), default=0)
@@ -118,11 +126,13 @@ def show(section: Section, *written: Path | None) -> None:
         console.print(section.title)
     lead, blocks = [*section.lead], [*section.blocks]
     if VOICE.verbose:
-        lead, blocks = [*lead, *section.details], [*blocks, *section.more]
+        lead += section.details
+        blocks += section.more
     for line in lead:
         console.print(line)
     for block in blocks:
-        if (figures := block if isinstance(block, Table) else block.table) is None:
+        figures = block if isinstance(block, Table) else block.table  # a picture has its figures as a table, or none
+        if figures is None:
             continue
         grid = _grid_of(figures)
         for name in figures.spare:  # the names of columns that it can do without
@@ -135,16 +145,20 @@ def show(section: Section, *written: Path | None) -> None:
 
 
 def finish(result: BaseModel, section: Callable[[], Section], output: Path | None, as_json: bool) -> None:
-    """Save a result to ``output`` (None: do not), and print it as :func:`answer` does."""
+    """Save a result to the file ``output`` (None: do not), and print it as :func:`answer` does.
+
+    ``section``: makes the section that is printed unless ``as_json``; then the result is printed as one JSON document.
+    """
     if output is not None:
         save(result, output)
     answer(result, section, as_json, output)
 
 
 def answer(result: BaseModel, section: Callable[[], Section], as_json: bool, *written: Path | None) -> None:
-    """Print a result as one JSON document (``as_json``), else as its section, with the files that it was ``written`` to.
+    """Print a result: as one JSON document (``as_json``), else as its section, with the names of the files ``written``.
 
-    ``section``: makes the section; called only if it is printed.
+    ``section``: makes the section of sentences and tables; called only if it is printed. ``written``: files to which the result
+    was saved; None: no file.
     """
     if as_json:
         print_json(result)
@@ -188,7 +202,7 @@ def progress(title: str, total: int | None = None) -> Iterator[Callable[[int, st
             """Move the bar to ``done`` units, with a remark beside the title."""
             progress_bars.update(task, completed=done, description=f"{title} {remark}".rstrip())
 
-        def tell() -> None:
+        def print_lines() -> None:
             """Print a line of progress every ten seconds until the stage is over; runs in a thread."""
             pause_s = _FIRST_LINE_S
             while not is_over.wait(pause_s):
@@ -200,7 +214,7 @@ def progress(title: str, total: int | None = None) -> Iterator[Callable[[int, st
                 pause_s = _NEXT_LINES_S
 
         if not (console.is_terminal or VOICE.quiet):
-            threading.Thread(target=tell, daemon=True).start()
+            threading.Thread(target=print_lines, daemon=True).start()
         try:
             yield advance
         finally:

@@ -432,18 +432,27 @@ def _plan_of_islands(
     output: str | Path | None,
     **model: Any,
 ) -> IslandsPlan:
-    """Return the plan of islands, and write it to ``output`` if that is given.
+    """Return the plan of islands (groups of devices that a slow link joins), and write it to ``output`` if that is given.
 
-    ``numerics``: the combinations that the user named; ``model``: further arguments of :func:`plan_islands`, which explains
-    the others. Raises InputError for several combinations, and as that function does.
+    Args:
+        source: the model.
+        devices: the islands with ``+`` between them, such as "8xH100+8xA100".
+        between: the link that joins the islands.
+        outer: after how many steps the islands synchronise, and how.
+        options: further settings of the search.
+        numerics: the combinations of precision, optimizer and rank of LoRA that the user named; only one is allowed.
+        output: the file that the plan is written to; None: none.
+        model: further arguments of :func:`plan_islands` that describe the model.
+
+    Raises InputError for several combinations, and as :func:`plan_islands` does.
     """
     check_outputs([], {"-o": output})
     if len(numerics) > 1:
         raise InputError("a plan of islands", "names several precisions, optimizers or ranks", "give one of each")
-    meeting = plan_islands(source, devices, between, outer, options, **numerics[0], **model)
+    islands_plan = plan_islands(source, devices, between, outer, options, **numerics[0], **model)
     if output is not None:
-        save(meeting, output)
-    return meeting
+        save(islands_plan, output)
+    return islands_plan
 
 
 def _plan_of_step(
@@ -455,13 +464,21 @@ def _plan_of_step(
     knobs: Sequence[Knob],
     **recording: Any,
 ) -> CommandPlan:
-    """Return the predicted steps of a recorded graph, or of a command and its variants by ``knobs``, on each type of devices.
+    """Return the predicted steps of a recorded graph, or of a command and its variants, on each type of devices.
 
-    ``known``: the device table; ``network``: arguments of :func:`fabric_of`; ``recording``: further arguments of
-    :func:`plan_command`. Raises InputError for an offer of no device, and as that function does.
+    Args:
+        step: the recorded graph, or the command.
+        offers: the types of devices, with the number of each in a node.
+        known: the device table.
+        network: arguments of :func:`fabric_of` by name.
+        knobs: options of the command with the values that are tried; every combination is a variant.
+        recording: further arguments of :func:`plan_command` by name.
+
+    Raises InputError for an offer of no device, and as :func:`plan_command` does.
     """
-    if none := [offer.type for offer in offers if offer.count == 0]:
-        raise InputError("--devices", f"offers no {none[0]}", "give at least one, or leave it out")
+    types_of_none = [offer.type for offer in offers if offer.count == 0]
+    if types_of_none:
+        raise InputError("--devices", f"offers no {types_of_none[0]}", "give at least one, or leave it out")
     # The prices of the offers go before those of the table.
     priced = [
         known.device(offer.type, "--devices").model_copy(update={"price_per_hour": offer.price_per_hour})
@@ -471,7 +488,7 @@ def _plan_of_step(
     table = known.with_devices(priced)
 
     def costs(node: NodeOfDevices) -> tuple[CostModel, Fabric]:
-        """Return what times steps on a node's devices, and their network."""
+        """Return (cost model of a node's devices, network between them)."""
         device = table.device(node.device)
         return cost_model(device, calibration()), fabric_of(device, gpus_per_node=node.count, **network)
 
@@ -488,9 +505,15 @@ def _described_jobs(
     tell: Tell,
     **options: Any,
 ) -> list[Job]:
-    """Return the job of a model on devices (of a ``cluster``, if there is one) with each of the ``numerics``.
+    """Return one job for each of the ``numerics``: that of a model on devices.
 
-    ``options``: further arguments of :func:`job_of`. ``tell`` is given the samples of a step.
+    Args:
+        source: the model.
+        devices: such as "8xA100,4xV100".
+        cluster: the nodes of these devices, from which links and network cards are taken; None: not known.
+        numerics: combinations of precision, optimizer and rank of LoRA, as fields of a job.
+        tell: is called with a remark on the samples of a step.
+        options: further arguments of :func:`job_of` by name, ``batch_size`` among them.
     """
     jobs = [job_of(source, devices, **options, **each) for each in numerics]
     if cluster is not None:
@@ -516,7 +539,7 @@ def _recorded(job: str | Path | Job | list[str]) -> Graph | None:
 
 
 def _demand_length(goal: Goal) -> None:
-    """Raise InputError for a limit on the whole run if nobody says how many samples the run has."""
+    """Raise InputError for a goal that limits the time or price of the whole run without saying how many samples it has."""
     for option, limit in (("--deadline", goal.deadline_s), ("--budget", goal.budget)):
         if limit < math.inf and goal.samples is None:
             problem = "limits a whole run, and how long that is nobody says"

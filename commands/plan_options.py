@@ -89,7 +89,10 @@ def read_strategy(text: str, option: str) -> str:
 
 
 def read_names(text: str, option: str) -> tuple[str, ...]:
-    """Return the names in a text such as ``throughput,devices``. Raises InputError, naming ``option``, if there are none."""
+    """Return the names of objectives in a text such as ``throughput,devices``, which are not checked here.
+
+    Raises InputError, naming ``option``, if there are none.
+    """
     names = tuple(part.strip() for part in text.split(",") if part.strip())
     if not names:
         raise InputError(option, f"{text!r} names no objective", "for example throughput,devices,price")
@@ -97,28 +100,36 @@ def read_names(text: str, option: str) -> tuple[str, ...]:
 
 
 def total_samples(samples: float | None, epochs: float | None, tokens: float | None) -> float | None:
-    """Return the samples of the whole run: ``samples``, or those of an epoch times ``epochs``; None: not said, or in tokens.
+    """Return the samples of the whole run; None: its length is not said, or said in tokens.
 
-    Raises InputError for samples beside tokens, epochs of no samples, and a run of none or too many.
+    ``samples``: of the whole run, or where ``epochs`` are given of one epoch. ``tokens``: of the whole run. None: not given.
+    Raises InputError for samples beside tokens, epochs without samples, and a run of none or too many.
     """
     if samples is not None and tokens is not None:
         raise InputError("samples", "has no part beside --tokens", "give one of the two")
-    if epochs is not None and samples is None:
-        raise InputError("epochs", "of how many samples is not said", "give --samples N: those of an epoch")
-    total = None if samples is None else samples * (1.0 if epochs is None else epochs)
-    if total is not None and not 0 < total <= _MOST_SAMPLES:
+    if samples is None:
+        if epochs is not None:
+            raise InputError("epochs", "of how many samples is not said", "give --samples N: those of an epoch")
+        return None
+    total = samples if epochs is None else samples * epochs
+    if not 0 < total <= _MOST_SAMPLES:
         raise InputError("epochs", f"makes {total:.3g} samples", f"give a run of up to {_MOST_SAMPLES:.0e}")
     return total
 
 
 def read_amount(text: str, option: str) -> float:
-    """Return the number in a text such as ``10B`` or ``1.2M``. Raises InputError, naming ``option``, unless it is above 0."""
+    """Return the number in a text such as ``10B`` (billion) or ``1.2M`` (million).
+
+    Raises InputError, naming ``option``, for other texts, and unless the number is above 0.
+    """
     match = re.fullmatch(r"\s*(-?[0-9]{1,18}(?:\.[0-9]{1,9})?(?:e[0-9]{1,2})?)\s*([kKMBGT]?)\s*", text)
     if match is None:
         raise InputError(option, f"{text!r} is no number of them", "write 1281167, 1.2M or 10B")
-    if not float(match[1]) > 0:
+    value, suffix = float(match[1]), match[2]
+    if not value > 0:
         raise InputError(option, f"is {text.strip()}", "give a number above 0: 1281167, 1.2M or 10B")
-    return float(match[1]) * {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}[match[2]]
+    scale = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+    return value * scale[suffix]
 
 
 def each_part(read: Callable[[str, str], Any]) -> Callable[[str, str], str]:
@@ -135,19 +146,22 @@ def each_part(read: Callable[[str, str], Any]) -> Callable[[str, str], str]:
 
 
 def _lora_ranks(given: int | str | None, option: str) -> list[int | None]:
-    """Return the ranks of LoRA adapters in a text such as ``none,16``: [None, 16]; None: all parameters are trained.
+    """Return the ranks of LoRA adapters that a text such as ``none,16`` names, each once: [None, 16].
 
-    ``given`` may also be one rank, or None. Raises InputError, naming ``option``, for anything else.
+    None in the list means no adapters: all parameters are trained. ``given`` may also be one rank, or None, which stands for
+    "none". Raises InputError, naming ``option``, for anything else.
     """
     parts = [part.strip() for part in str(given or "none").split(",")]
-    rank = number(1, 4096, whole=True)
-    return list(dict.fromkeys(None if part in ("none", "full") else int(rank(part, option)) for part in parts))
+    read_rank = number(1, 4096, whole=True)
+    ranks = [None if part in ("none", "full") else int(read_rank(part, option)) for part in parts]
+    return list(dict.fromkeys(ranks))
 
 
 def named_numerics(precision: str, optimizer: str | None, lora: int | str | None) -> list[dict[str, Any]]:
     """Return every combination of the named values as fields of a job: ``precision``, ``optimizer`` and ``lora`` (a rank).
 
-    A text may name several values, with commas. A value that is not given is None: the job's default.
+    Each argument is a text that may name several values, with commas; ``optimizer`` and ``lora`` may be None. In the result, a
+    value that the caller did not give is None, for which the job's default holds.
     """
     return combinations(
         precision.split(",") if is_given("precision") else [None],
@@ -162,7 +176,10 @@ def read_ranks(text: str, option: str) -> str:
 
 
 def read_every(text: str, option: str) -> tuple[int, ...]:
-    """Return the numbers of inner steps between outer steps in a text such as ``1,8,64``; ``option``: for errors."""
+    """Return the numbers in a text such as ``1,8,64``: after how many steps within an island all islands synchronise.
+
+    ``option``: named in errors.
+    """
     return integers(text, option, most=10_000_000)
 
 
@@ -210,7 +227,10 @@ def failures_of(
             raise InputError("spares", "have no part where failed devices are back at once", "give --repair 4h, or so")
         others["repair_s"] = _AWAY_S
     write_s = _CHECKPOINT_S if checkpoint_s is None else checkpoint_s
-    stop_s, beside_s = (write_s, 0.0) if copy_s is None else (copy_s, write_s)
+    if copy_s is None:  # training stops for the whole write
+        stop_s, beside_s = write_s, 0.0
+    else:  # training stops for a copy, which is then written beside it
+        stop_s, beside_s = copy_s, write_s
     if not stop_s:
         raise InputError("checkpoint_s" if copy_s is None else "checkpoint_copy_s", "is 0 s", "give a time above 0")
     memory_s, outlasts = memory

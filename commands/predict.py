@@ -105,9 +105,9 @@ def predict(
     ... up to the memory limit. The other settings are those of ``ddltool predict``. Raises InputError for what is unknown or
     cannot be traced, Infeasible where nothing fits.
     """
-    # Each device has a network, a cost model and a setting: the three lists go together.
     sizes = _counts("batch_sizes", batch_sizes) if batch_sizes is not None else None
     counts = _counts("replicas", replicas)
+    # Each device has a network, a cost model and (below) a setting: the lists go together.
     devices = _devices(device, known_devices(devices_file))
     texts = {"link": link, "local_bandwidth": local_bandwidth, "local_latency": local_latency}
     texts |= {"nic": nic, "bandwidth": bandwidth, "latency": latency}
@@ -133,7 +133,8 @@ def predict(
     numerics = Numerics(precision, channels_last, gathered=layout != ParallelDegrees())  # type: ignore[arg-type]  # Numerics checks it
     with stage(f"tracing {name_of(source)}"):
         curve = work_of(cast(Source, source), numerics, sequence_length, lora, attention)
-    if remark := curve.traced.graph.meta.get("note"):
+    remark = curve.traced.graph.meta.get("note")
+    if remark:
         tell(f"note: {remark}")
     curve = parallel_curve(curve, settings[0])
 
@@ -143,7 +144,8 @@ def predict(
         Traces the model anew.
         """
         new_settings = [replace(setting, optimizer=change.get("optimizer", optimizer)) for setting in settings]
-        rank, new_numerics = change.get("lora", lora), replace(numerics, precision=change.get("precision", precision))
+        new_numerics = replace(numerics, precision=change.get("precision", precision))
+        rank = change.get("lora", lora)
         with stage(f"trying {' '.join(f'{name} {value}' for name, value in change.items())}"):
             work = work_of(cast(Source, source), new_numerics, sequence_length, rank, attention)
         work = parallel_curve(work, new_settings[0])
@@ -162,9 +164,10 @@ def predict(
 
 
 def _reproducible(result: PredictResult, source: Source | list[str] | Graph) -> PredictResult:
-    """Return the result with ``command``, the words behind ``ddltool predict`` that make it again, less what a row says itself.
+    """Return the result with ``command``: the words behind ``ddltool predict`` that would predict the same again.
 
-    Unchanged if no command line can say them: for a model, a Graph or a batch that a program gave as an object.
+    Devices, batch sizes and replicas are not among them, because each row has its own. The result is returned unchanged if no
+    command line can describe it: for a model, a Graph or a batch that a program gave as an object.
     """
     if is_command(source):
         named = ["--", *words_of(source)]
@@ -185,11 +188,18 @@ def _recorded_step(
     tell: Tell,
     stage: Stage,
 ) -> Graph:
-    """Return the graph of a recorded step: given, of a file, or of a command, recorded now as if on ``device``.
+    """Return the graph of a recorded step, which is given, read from a file, or recorded here from a command.
 
-    ``limit_s``: seconds for recording; ``gpus_per_node``: what the script sees on a node; ``keep_files``: what it writes stays
-    on the disk. ``tell`` is given what was assumed of values that only a run knows. Raises InputError for a graph that was
-    traced and not recorded.
+    Args:
+        source: a Graph, the path of its file, or the words of a command that trains.
+        device: the device that the command's script sees.
+        gpus_per_node: how many GPUs the script sees on a node.
+        limit_s: the most seconds for recording.
+        keep_files: whether what the script writes stays on the disk.
+        tell: is called with a remark on what was assumed of values that only a run knows.
+        stage: makes the context of the recording, which shows its progress.
+
+    Raises InputError for a graph that was traced and not recorded.
     """
     if is_command(source):
         with stage(f"recording {' '.join(words_of(source))}"):
@@ -203,8 +213,9 @@ def _recorded_step(
             "holds one batch size only and cannot be traced at others",
             remedy,
         )
-    if line := assumed(graph):
-        tell(line)
+    remark = assumed(graph)
+    if remark:
+        tell(remark)
     return graph
 
 
@@ -217,7 +228,10 @@ def show_predict(call: VerbCall[PredictResult], output: Path | None = None, as_j
 
 
 def _counts(where: str, given: Sequence[int] | int) -> tuple[int, ...]:
-    """Return one number, or several, as a tuple. Raises InputError, named ``where``, unless all are from 1 to 2**31."""
+    """Return one number, or several, as a tuple.
+
+    ``where``: the parameter, for errors. Raises InputError unless all are from 1 to 2**31.
+    """
     numbers = (given,) if isinstance(given, int) else tuple(given)
     for count in numbers:
         if not isinstance(count, int) or not 1 <= count <= _LARGEST:

@@ -218,22 +218,24 @@ def _memory_budget(memory: str | float, device: str) -> float:
 def _print_profile(result: ProfileResult) -> None:
     """Print the measured rows, the skipped configurations with reasons, and each device's overhead and limits."""
     accumulates = any(row["accumulation_steps"] for row in result.rows)
+    columns = ["device", "replicas", "batch", "step", "+-", "steps", "sync", "memory"]
     rows = [
-        (
+        [
             str(row["device"]),
             str(row["num_replicas"]),
-            *((str(row["accumulation_steps"]),) if accumulates else ()),
             str(row["local_batch_size"]),
             show_seconds(row["step_time_s"]),
             f"{half_width_of(row):.1%}",
             str(int(row["repeats"])),
             show_seconds(row["sync_time_s"]),
             show_bytes(row["peak_memory_bytes"]),
-        )
+        ]
         for row in result.rows
     ]
-    extra = ("accum",) if accumulates else ()  # a column of zeros would say nothing
-    columns = ("device", "replicas", *extra, "batch", "step", "+-", "steps", "sync", "memory")
+    if accumulates:  # else a column of zeros would say nothing
+        columns.insert(2, "accum")
+        for cells, row in zip(rows, result.rows, strict=True):
+            cells.insert(2, str(row["accumulation_steps"]))
     console = out()
     console.print(table("Step times (median, half its 95 % interval) and peak memory, measured", columns, rows))
     for skipped in result.skipped:
@@ -282,9 +284,10 @@ def profile_watch(
 
 
 def watch_workers(request: WatchRequest, output: Path | None, as_json: bool) -> None:
-    """Train in local processes in lockstep, write the record of each as CSV (``output`` None: not), and print a summary.
+    """Train in local processes in lockstep, record speed, CPU and memory of each in every iteration, and print a summary.
 
-    Raises DdlToolError if a worker is lost; what was recorded until then is written first.
+    ``request``: what is trained, on how many processes, for how long. ``output``: the CSV file for the records; None: none is
+    written. Raises DdlToolError if a worker is lost; what was recorded until then is written first.
     """
     try:
         with progress("watching", request.iterations) as advance:

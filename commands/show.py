@@ -122,7 +122,8 @@ def describe(name: str) -> ZooModel:
 
 def _zoo_row(model: ZooModel) -> tuple[str, ...]:
     """Return a built-in model's cells: its figures, then those of TicTac's Table 1 in one cell, "-" if it lacks the model."""
-    published, published_figures = model.published, "-"
+    published = model.published
+    published_figures = "-"
     if published is not None:
         ops = f"{published.ops_inference}/{published.ops_training}"
         published_figures = f"{published.parameters:3d}  {published.parameter_mib:6.2f}  {ops:>9s}"

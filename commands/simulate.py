@@ -181,7 +181,10 @@ def simulate_sweep(
             tell=tell,
             advance=advance,
         )
-    return document.model_copy(update={"comparison": sweeps.compare(document.cells, *pair)}) if pair else document
+    if not pair:
+        return document
+    first, second = pair
+    return document.model_copy(update={"comparison": sweeps.compare(document.cells, first, second)})
 
 
 def show_simulate_sweep(
@@ -194,7 +197,8 @@ def show_simulate_sweep(
         print_json(result)
     else:
         show(sweep_section(result, ", ".join(path.name for path in call["workloads"])))
-    if failed := [cell for cell in result.cells if cell.error]:
+    failed = [cell for cell in result.cells if cell.error]  # a cell is one replay
+    if failed:
         raise CheckFailed(f"{len(failed)} of {result.cells_wanted} replays failed; the first: {failed[0].error}")
 
 
@@ -348,10 +352,10 @@ show_simulate_convert = show_simulate_generate
 def _replay_setup(
     *, tell: Tell, **arguments: Any
 ) -> tuple[Setup, ClusterSpec, Mapping[str, Callable[[], SchedulingPolicy]]]:
-    """Return (the setup of the replays, the cluster's nodes, the constructor of each policy by name).
+    """Return (the settings of the replays, the cluster's nodes, a function that makes each policy, by the policy's name).
 
-    ``arguments``: those of :func:`simulate` by name; absent ones have its defaults. Raises InputError for settings that
-    contradict each other, and for wrong or unreadable files.
+    ``arguments``: those of :func:`simulate` by name; absent ones have its defaults. ``tell`` is called with each remark. Raises
+    InputError for settings that contradict each other, and for wrong or unreadable files.
     """
     arguments = {**_DEFAULTS, **arguments}
     _check_dependent_arguments(arguments["policy"])
@@ -382,30 +386,38 @@ _DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(si
 def _policy_makers(
     machines: ClusterSpec, names: str | Sequence[str], power: float, delay_s: float, seed: int
 ) -> Mapping[str, Callable[[], SchedulingPolicy]]:
-    """Return the constructors of the policies ``names`` by name; ``all``: every policy that can use the cluster's types.
+    """Return, by name of a policy, a function that makes it anew for each replay.
 
-    ``power``: p of Pollux's fitness; ``delay_s``: seconds of a restart; ``seed``: of policies that draw random numbers.
+    Args:
+        machines: the cluster.
+        names: the policies' names, as a list or with commas; ``all``: every policy that can use the cluster's types of GPU.
+        power: the exponent p of Pollux's fitness function.
+        delay_s: seconds of a job's restart.
+        seed: the seed of policies that draw random numbers.
     """
     text = names if isinstance(names, str) else ",".join(names)
     return policies(text, power, delay_s, seed, mixed=len(machines.type_names) > 1)
 
 
 def _folders(traces: Folders | None) -> list[Path]:
-    """Return a folder, several, or None (no folder) as a list of paths."""
-    return [Path(folder_name) for folder_name in ([traces] if isinstance(traces, (str, Path)) else traces or ())]
+    """Return one folder, several, or None (no folder) as a list of paths."""
+    if isinstance(traces, (str, Path)):
+        return [Path(traces)]
+    return [Path(folder_name) for folder_name in traces or ()]
 
 
 def _check_outputs_apart(call: VerbCall[Any], inputs: Sequence[Any], outputs: Mapping[str, Path | None]) -> None:
     """Raise InputError if an output is a file that the replay reads, or cannot be written.
 
-    The replay reads ``inputs``, the cluster, the fitted models and all tables of the traces. ``outputs``: file by option.
+    The replay reads ``inputs``, the cluster, the fitted models and all tables of the traces. ``outputs``: the file by option;
+    None: it is not asked for.
     """
-    if any(outputs.values()):
-        folders = _folders(call["traces"]) or shipped_traces()
-        tables = [path for traces_folder in folders for path in traces_folder.glob("*/*.csv")]
-        models = _read_fitted_models(call["models"]) if "models" in call else []
-        cluster = call["cluster"]
-        check_outputs([*inputs, cluster, *(model.file for model in models), *tables], outputs)
+    if not any(outputs.values()):
+        return
+    folders = _folders(call["traces"]) or shipped_traces()
+    tables = [path for traces_folder in folders for path in traces_folder.glob("*/*.csv")]
+    models = _read_fitted_models(call["models"]) if "models" in call else []
+    check_outputs([*inputs, call["cluster"], *(model.file for model in models), *tables], outputs)
 
 
 def shipped_traces() -> list[Path]:
@@ -416,9 +428,10 @@ def shipped_traces() -> list[Path]:
 def shipped_or(
     cluster: str | Path | None, traces: Folders | None, tell: Tell, *, fitted: bool = False
 ) -> tuple[Path, list[Path]]:
-    """Return (file of the cluster, folders of traces); without traces and fitted models, the shipped ones.
+    """Return (file of the cluster, folders of traces): those that are given, or else those that ship with ddltool.
 
-    ``tell`` gets a remark if both are shipped ones. ``fitted``: whether there are fitted models. Raises InputError for
+    Without traces and fitted models the shipped traces are taken, and without a cluster too the shipped cluster, of which
+    ``tell`` is called with a remark. ``fitted``: whether there are fitted models, which need no traces. Raises InputError for
     traces or fitted models without a cluster.
     """
     if not _folders(traces) and not fitted:
@@ -431,7 +444,10 @@ def shipped_or(
 
 
 def _check_dependent_arguments(policy: str | Sequence[str]) -> None:
-    """Raise InputError for a given argument without effect: of failures if none are simulated, ``power`` without pollux."""
+    """Raise InputError for an argument that the caller gave and that has no effect beside the others.
+
+    They are those on failures if none are simulated, and ``power`` without the policy pollux. ``policy``: the policies' names.
+    """
     is_mtbf_given, is_events_given = is_given("mtbf_s"), is_given("failures")
     for name in ("repair_s", "failure_seed"):
         if is_given(name) and not is_mtbf_given:
@@ -441,8 +457,9 @@ def _check_dependent_arguments(policy: str | Sequence[str]) -> None:
         if is_given(name) and not (is_mtbf_given or is_events_given):
             raise InputError(name, "needs --mtbf or --failures", "say how often nodes fail")
     text = policy if isinstance(policy, str) else ",".join(policy)
-    # "all" is no policy's name, so that the names are then not among these.
-    if is_given("power") and {name.strip() for name in text.split(",")} <= {*POLICIES} - {"pollux"}:
+    names = {name.strip() for name in text.split(",")}
+    other_policies = {*POLICIES} - {"pollux"}  # without "all", which is no policy's name and includes pollux
+    if is_given("power") and names <= other_policies:
         problem = f"has no part in --policy {text}"
         raise InputError("power", problem, "leave it out, or replay pollux, which alone reads it")
 
@@ -454,9 +471,11 @@ def _read_key_values(text: str, where: str, readers: Mapping[str, Callable[[str,
     reader refuses. ``where``: the option, for errors.
     """
     text_by_key = pairs(text, where, "KEY=VALUE", ",".join(f"{key}=1" for key in readers))
-    return {
-        key: readers[known(where, key, list(readers))](value, f"{where}:{key}") for key, value in text_by_key.items()
-    }
+    values = {}
+    for key, value_text in text_by_key.items():
+        known(where, key, list(readers))  # raises for an unknown key
+        values[key] = readers[key](value_text, f"{where}:{key}")
+    return values
 
 
 def _read_integer(text: str, where: str) -> int:
@@ -521,10 +540,12 @@ def _node_failures(arguments: Mapping[str, Any], node_count: int) -> NodeFailure
     """
     mtbf_s, events = arguments["mtbf_s"], arguments["failures"]
     interval_s, checkpoint_s = arguments["checkpoint_interval_s"], arguments["checkpoint_s"]
+    if interval_s is None and not checkpoint_s:  # else None: the best interval follows from the checkpoint's time
+        interval_s = _FREE_INTERVAL_S
     failures = NodeFailures(
         mtbf_s=math.inf if mtbf_s is None else mtbf_s,
         repair_s=arguments["repair_s"],
-        checkpoint_interval_s=_FREE_INTERVAL_S if interval_s is None and not checkpoint_s else interval_s,
+        checkpoint_interval_s=interval_s,
         checkpoint_s=checkpoint_s,
         events=read_events(Path(events), node_count) if events is not None else (),
         seed=arguments["failure_seed"],
@@ -556,7 +577,8 @@ def _application_source(
     """Return (cluster, trace folders of the applications from which jobs are drawn).
 
     The cluster is None if none is given and requests need not fit one. Folders are [] for ``pollux``: the applications
-    of Pollux's Table 1. Raises InputError for both ``pollux`` and ``traces``.
+    of Pollux's Table 1. ``tell`` is called with a remark if shipped files are taken. Raises InputError for both ``pollux`` and
+    ``traces``.
     """
     if pollux and _folders(traces):
         raise InputError("pollux", "has no part beside --traces", "give one of the two")

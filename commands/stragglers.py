@@ -102,17 +102,18 @@ def _read_run(paths: list[Path]) -> tuple[RankSteps, str]:
 
 
 def _write_feeds(run: RankSteps, batch_size: int, feeds: diagnosis.Feeds, telemetry_files: list[Path]) -> None:
-    """Write the files that the remedies' commands read, at the paths ``feeds``: speeds, iteration ends, telemetry.
+    """Write the files that the commands of the remedies read: the workers' speeds, their iteration ends, and telemetry.
 
-    ``run``: the steps of all ranks; ``batch_size``: samples of a rank in a step. ``telemetry_files``: the first is copied;
-    []: telemetry is made from ``run``.
+    ``run``: the steps of all ranks. ``batch_size``: samples of a rank in a step. ``feeds``: the paths of the files.
+    ``telemetry_files``: the first is copied; []: telemetry is made from ``run``.
     """
     Path(feeds.speeds).parent.mkdir(parents=True, exist_ok=True)
     for path, header, rows in (
         (feeds.speeds, "iteration,worker,speed,cpu,memory", diagnosis.speeds(run, batch_size)),
         (feeds.ends, "worker,iteration,end_s", diagnosis.ends(run)),
     ):
-        write_text(path, "\n".join([header, *(",".join(f"{value:.9g}" for value in row) for row in rows)]) + "\n")
+        lines = [",".join(f"{value:.9g}" for value in row) for row in rows]
+        write_text(path, "\n".join([header, *lines]) + "\n")
     if telemetry_files:
         write_text(feeds.telemetry, telemetry_files[0].read_text(encoding="utf-8"))
         return

@@ -128,9 +128,10 @@ def trace(
     # A file with times of its own was timed for its own network.
     has_own_times = is_graph_file(source) and oracle is None and graph.meta.get("bandwidth_bytes_per_s") is not None
     if has_own_times:
-        if unread := [name for name in _TIMING if is_given(name)]:
-            names = ", ".join("--" + name.replace("_", "-") for name in unread)
-            tell(f"note: {names} ignored: the file has times of its own; add --oracle roofline to time it anew")
+        ignored_names = [name for name in _TIMING if is_given(name)]
+        if ignored_names:
+            options = ", ".join("--" + name.replace("_", "-") for name in ignored_names)
+            tell(f"note: {options} ignored: the file has times of its own; add --oracle roofline to time it anew")
         fabric = own_fabric(graph)
     else:
         known = known_devices(devices_file).device(device)
@@ -187,9 +188,10 @@ def show_trace(
 
 
 def _demand_parts(source: Source | list[str], oracle: str | None) -> None:
-    """Raise InputError for a given argument that has no effect on timing this source.
+    """Raise InputError for an argument that the caller gave and that has no effect on timing this source.
 
-    ``oracle``: where the ops' times come from: "roofline" (the cost model), "measured" (on this machine) or a file.
+    ``oracle``: where the ops' times come from: "roofline" (the cost model), "measured" (on this machine) or a file; None: the
+    source's own times, or the cost model.
     """
     _demand_bindable(source)
     if oracle == "measured":

@@ -1,8 +1,11 @@
 """From a verb, a function of ``import ddltool as dt``, to its command: one signature, one docstring, one set of defaults.
 
-A verb is a function that returns a record; it has the name of its module. Beside it, ``show_VERB`` prints the record for the
-command: its first parameter is the :class:`VerbCall`, its others are options that only the command has. A command whose
-function has a parameter ``as_json`` is no verb: it prints by itself. Start at :func:`typer_command`.
+A verb is a function that returns a record (a pydantic document); it has the name of its module. Beside it, ``show_VERB`` prints
+the record for the command: its first parameter is the :class:`VerbCall`, its others are options that only the command has. A
+command whose function has a parameter ``as_json`` is no verb: it prints by itself. Start at :func:`typer_command`.
+
+``tell`` and ``stage`` are parameters of verbs that take functions: one is called with each remark for the user, the other makes
+the context in which a long stage shows its progress.
 """
 
 from __future__ import annotations
@@ -76,10 +79,7 @@ def verb(function: Callable[Taken, Result]) -> Callable[Taken, Result]:
 
     @wraps(function)
     def called(*args: Taken.args, **kwargs: Taken.kwargs) -> Result:
-        """Run the verb as the running call, in a fork where this process may train on a GPU and must not record a model.
-
-        What was told before that was seen is not told again.
-        """
+        """Check the arguments, and run the verb as the running call, in a process where it may run (:func:`_alone`)."""
         bound = signature.bind(*args, **kwargs)
         bound.arguments.update(taken(function, bound.arguments))
         args, kwargs = bound.args, bound.kwargs  # type: ignore[assignment]  # those of the signature
@@ -95,11 +95,16 @@ def verb(function: Callable[Taken, Result]) -> Callable[Taken, Result]:
 
 
 def _alone(call: Callable[[Tell], Result], tell: Tell) -> Result:
-    """Return ``call(tell)``, of a fork if this process must not run it (:class:`NeedsOwnProcess`); tell each remark once."""
+    """Return ``call(tell)``, run in a forked process if this one must not run it.
+
+    That is so where this process may train on a GPU, which recording a model would disturb: the call then raises
+    :class:`NeedsOwnProcess`. It is begun anew in the fork, and a remark that it has passed to ``tell`` already is not passed a
+    second time.
+    """
     told: list[str] = []
 
     def listen(text: str) -> None:
-        """Tell a remark of the first try, and note it."""
+        """Pass on a remark of the first try, and remember it."""
         told.append(text)
         tell(text)
 
@@ -109,7 +114,7 @@ def _alone(call: Callable[[Tell], Result], tell: Tell) -> Result:
         pass  # the fork below runs outside of this exception, so that its own errors have no other behind them
 
     def listen_again(text: str) -> None:
-        """Tell a remark of the fork, unless the first try came as far."""
+        """Pass on a remark of the fork, unless the first try has passed it on."""
         if text in told:
             told.remove(text)
         else:
@@ -121,16 +126,16 @@ def _alone(call: Callable[[Tell], Result], tell: Tell) -> Result:
 def also_takes(
     other: Callable[..., Any], *, without: Collection[str]
 ) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
-    """Return a decorator of a function with ``**rest`` that adds the parameters of ``other`` to its signature.
+    """Return a decorator for a function with ``**rest``, which adds the parameters of ``other`` to its signature.
 
-    Left out are those in ``without``, and those that the function has itself. Help and editors then show all parameters;
-    at run time ``**rest`` receives them.
+    Left out are the names in ``without``, and parameters that the function has itself. Help and editors then show all
+    parameters; at run time ``**rest`` receives them.
     """
 
     def widened(function: Callable[..., Result]) -> Callable[..., Result]:
-        """Return the function with the wider signature."""
+        """Return the same function with the wider signature."""
         parameters = dict(inspect.signature(function, eval_str=True).parameters)
-        _, rest = parameters.popitem()
+        _, rest = parameters.popitem()  # the last one
         assert rest.kind is inspect.Parameter.VAR_KEYWORD, f"{function.__name__} takes no other parameters"
         more = [
             parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
@@ -152,23 +157,31 @@ def is_given(name: str) -> bool:
 def given_options(without: Collection[str]) -> list[str]:
     """Return the given options of the running call as words of a command line, in the signature's order.
 
-    Left out are those in ``without``, the :data:`_LISTENERS`, and values of None and False, which are said by no option.
+    Left out are the parameters in ``without``, the :data:`_LISTENERS`, and values of None and False, for which there is no
+    option to write.
     """
     words: list[str] = []
     for name, value in _asked.get().given.items():
         if name in _LISTENERS or name in without or value is None or value is False:
             continue
-        flag, values = _asked.get().spelling.get(name, "--" + name.replace("_", "-")), [value]
-        if isinstance(value, (list, tuple)):  # the option is repeated for each file; other values are joined by commas
-            values = list(value) if any(isinstance(part, Path) for part in value) else [",".join(map(str, value))]
-        words += [flag] if value is True else [word for each in values for word in (flag, str(each))]
+        flag = _asked.get().spelling.get(name, "--" + name.replace("_", "-"))
+        if value is True:
+            words.append(flag)
+        elif not isinstance(value, (list, tuple)):
+            words += [flag, str(value)]
+        elif any(isinstance(part, Path) for part in value):  # the option is repeated for each file
+            for part in value:
+                words += [flag, str(part)]
+        else:
+            words += [flag, ",".join(map(str, value))]
     return words
 
 
 def demand_part(mode: str, allowed: Collection[str], *, instead: str | Mapping[str, str] = "leave it out") -> None:
-    """Raise InputError for the first given parameter that is not ``allowed``, as it has no effect in ``mode``.
+    """Raise InputError for the first parameter of the running call that is not ``allowed``, as it has no effect.
 
-    Also if it was given with its default value: the caller expects an effect. ``instead``: the remedy.
+    A parameter counts that the caller gave, also with its default value: an effect is expected of it. ``mode``: what the caller
+    asked for, as it stands in the message, such as "a plan of several jobs". ``instead``: the remedy of all, or by parameter.
     """
     refuse(
         mode, [name for name in _asked.get().given if name not in allowed and name not in _LISTENERS], instead=instead
@@ -176,9 +189,10 @@ def demand_part(mode: str, allowed: Collection[str], *, instead: str | Mapping[s
 
 
 def refuse(mode: str, names: Collection[str], *, instead: str | Mapping[str, str] = "leave it out") -> None:
-    """Raise InputError for the first given parameter among ``names``, which have no effect in ``mode``.
+    """Raise InputError for the first parameter among ``names`` that the caller of the running call gave: it has no effect.
 
-    ``instead``: the remedy of all, or by parameter where it is not to leave it out.
+    ``mode``: what the caller asked for, as it stands in the message, such as "a plan of one job". ``instead``: the remedy of
+    all, or by parameter where it is not to leave it out.
     """
     asked = _asked.get()
     for name in asked.given:
@@ -191,10 +205,11 @@ class VerbCall(Generic[Result]):
     """A verb with the arguments of a command line; ``call()`` runs it, ``call["name"]`` is an argument or its default."""
 
     def __init__(self, function: Callable[..., Result], given: Mapping[str, Any]) -> None:
-        """Keep the verb and the ``given`` arguments, and pass remarks and progress to the terminal."""
-        takes = inspect.signature(function).parameters
-        listeners = {name: listener for name, listener in _LISTENERS.items() if name in takes}
-        self._function, self._arguments = function, {**listeners, **given}
+        """Keep the verb and the ``given`` arguments by parameter, and pass its remarks and progress to the terminal."""
+        parameters = inspect.signature(function).parameters
+        listeners = {name: listener for name, listener in _LISTENERS.items() if name in parameters}
+        self._function = function
+        self._arguments = {**listeners, **given}
 
     def __call__(self, **changed: Any) -> Result:
         """Run the verb and return its record; ``changed``: arguments that replace those of the command line."""
@@ -260,7 +275,7 @@ def typer_command(function: Callable[..., Any], name: str, panels: Mapping[str, 
 
 
 def _from_user(context: typer.Context, name: str) -> bool:
-    """Return whether a parameter was given on the command line or by an environment variable."""
+    """Return whether the user gave a parameter, on the command line or by an environment variable, and it is no default."""
     source = context.get_parameter_source(name)
     return source is not None and not source.name.startswith("DEFAULT")
 
@@ -268,7 +283,8 @@ def _from_user(context: typer.Context, name: str) -> bool:
 def _check_files(given: Mapping[str, Any], said: Mapping[str, Remark]) -> None:
     """Raise InputError for an output that is also an input, is written twice, or cannot be written.
 
-    ``given``: the command's values by parameter; ``said``: the settings of each, whose ``writes`` marks an output.
+    ``given``: the command's values by parameter. ``said``: the settings of each parameter in options.toml, whose ``writes``
+    marks an output.
     """
     # -o first, so that an error about two options for one file names the other option.
     outputs = sorted((name for name in said if said[name].get("writes")), key=lambda name: name != "output")
@@ -285,7 +301,10 @@ def _check_files(given: Mapping[str, Any], said: Mapping[str, Remark]) -> None:
 
 
 def _flags(name: str, said: Remark) -> list[str]:
-    """Return the flags of an option: those in its settings ``said``, else one made of the parameter's name."""
+    """Return the flags of the option of parameter ``name``, such as ["-o", "--output"].
+
+    They are those in its settings ``said`` (of options.toml), else one made of the parameter's name.
+    """
     return said.get("flags") or ["--" + name.strip("_").replace("_", "-")]
 
 

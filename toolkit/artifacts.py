@@ -364,7 +364,10 @@ def _first_validation_error(error: ValidationError, model: type[BaseModel], wher
     problem, remedy = in_words(problem_found)
     if error.error_count() > 1 and problem_found["type"] != "missing":
         count_note = f" (and {error.error_count() - 1} more)"
-        problem, remedy = (problem, f"{remedy}{count_note}") if remedy else (f"{problem}{count_note}", "")
+        if remedy:
+            remedy += count_note
+        else:
+            problem += count_note
     return InputError(f"{where}:{field}" if field else where, problem, remedy)
 
 
@@ -377,11 +380,10 @@ def _fields_beside(location: tuple[int | str, ...], model: type[BaseModel]) -> l
     schema: dict[str, Any] = model.model_json_schema()
     schema_node = schema
     for location_part in location[:-1]:
-        schema_node = (
-            schema_node.get("items", {})
-            if isinstance(location_part, int)
-            else schema_node.get("properties", {}).get(location_part, {})
-        )
+        if isinstance(location_part, int):  # an index into a list
+            schema_node = schema_node.get("items", {})
+        else:
+            schema_node = schema_node.get("properties", {}).get(location_part, {})
         # Of alternatives ("this or null") the first with fields or entries is followed.
         for alternative in schema_node.get("anyOf", [schema_node]):
             if "$ref" in alternative or "items" in alternative or "properties" in alternative:

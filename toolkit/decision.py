@@ -175,12 +175,19 @@ class Layout(Record):
             "fsdp": "FSDP2" if self.reshard_after_forward else "FSDP2 without resharding",
             "hsdp": f"HSDP {self.replicate} x {self.shard}",
         }[self.sharding]
-        parts = [] if self.gpus > 1 and self.sharding == "none" else [shared]
-        parts += [f"tensor parallel {self.tensor_parallel}"] if self.tensor_parallel > 1 else []
-        parts += [f"pipeline of {self.pipeline_parallel}"] if self.pipeline_parallel > 1 else []
-        parts += [f"{self.checkpointing} checkpointing"] if self.checkpointing != "none" else []
-        parts += ["activations on the host"] if self.activations else []
-        parts += ["state on the host"] if self.offload else []
+        parts = []
+        if self.gpus == 1 or self.sharding != "none":  # a single replica of several GPUs is no "one process"
+            parts.append(shared)
+        if self.tensor_parallel > 1:
+            parts.append(f"tensor parallel {self.tensor_parallel}")
+        if self.pipeline_parallel > 1:
+            parts.append(f"pipeline of {self.pipeline_parallel}")
+        if self.checkpointing != "none":
+            parts.append(f"{self.checkpointing} checkpointing")
+        if self.activations:
+            parts.append("activations on the host")
+        if self.offload:
+            parts.append("state on the host")
         return ", ".join(parts)
 
     @property

@@ -68,14 +68,16 @@ def first_ready_first(inputs: Sequence[Sequence[int]]) -> list[int]:
 
     ``inputs``: see :func:`input_lists`; they must form no cycle (AssertionError). O((n + e) log n) for n ops, e edges.
     """
-    waiting, consumers = [len(sources) for sources in inputs], reversed_edges(inputs)
-    ready = [op for op, count in enumerate(waiting) if count == 0]  # an ascending list is a heap
+    missing_inputs = [len(sources) for sources in inputs]  # by op, how many of its inputs are not in the order yet
+    consumers = reversed_edges(inputs)
+    ready = [op for op, count in enumerate(missing_inputs) if count == 0]  # an ascending list is a heap
     order = []
     while ready:  # Kahn's algorithm, with a heap of the ready ops
-        order.append(heapq.heappop(ready))
-        for target in consumers[order[-1]]:
-            waiting[target] -= 1
-            if waiting[target] == 0:
+        op = heapq.heappop(ready)
+        order.append(op)
+        for target in consumers[op]:
+            missing_inputs[target] -= 1
+            if missing_inputs[target] == 0:
                 heapq.heappush(ready, target)
     assert len(order) == len(inputs), "the inputs form a cycle"
     return order
@@ -145,13 +147,19 @@ def find_dependencies(graph: Graph) -> Dependencies:
 
     O((n + e) r / 64) for n ops, e edges and r recv ops.
     """
-    recvs, inputs, order = graph.of_kind(RECV), input_lists(graph), graph.topological_order().tolist()
-    needed = collected(inputs, order, recvs.tolist())
+    recvs = graph.of_kind(RECV)
+    inputs = input_lists(graph)
+    order = graph.topological_order().tolist()
+    needed = collected(inputs, order, recvs.tolist())  # by op, the recvs that it needs, as bits
     group_by_set: dict[int, int] = {}
-    group = [
-        group_by_set.setdefault(bits, len(group_by_set)) if bits and kind != RECV else -1
-        for bits, kind in zip(needed, graph.kind.tolist(), strict=True)
-    ]
+    group = []
+    for bits, kind in zip(needed, graph.kind.tolist(), strict=True):
+        if not bits or kind == RECV:
+            group.append(-1)
+            continue
+        if bits not in group_by_set:
+            group_by_set[bits] = len(group_by_set)
+        group.append(group_by_set[bits])
     return Dependencies(
         inputs=inputs, order=order, recvs=recvs, sets=tuple(group_by_set), group=np.array(group, dtype=np.intp)
     )

@@ -89,10 +89,11 @@ class Device(Record):
     @property
     def branch(self) -> str:
         """The class of similar chips: the generation, plus " HBM" for data centre chips of a generation with two kinds."""
-        # Rates relative to that of float32.
-        double, half = (self.peak_flops.get(name, 0.0) / self.peak_flops["float32"] for name in ("float64", "float16"))
+        float32_peak = self.peak_flops["float32"]
+        double_rate = self.peak_flops.get("float64", 0.0) / float32_peak
+        half_rate = self.peak_flops.get("float16", 0.0) / float32_peak
         # Graphics chips compute float64 at most at 1/32 of the float32 rate, and float16 at less than ten times it.
-        is_data_centre = self.architecture in _BOTH and (double >= 0.25 or half >= 10.0)
+        is_data_centre = self.architecture in _BOTH and (double_rate >= 0.25 or half_rate >= 10.0)
         return f"{self.architecture} HBM" if is_data_centre else self.architecture
 
     def runs_like(self, other: Device) -> bool:

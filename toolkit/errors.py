@@ -143,7 +143,9 @@ def shortened(text: str, most: int) -> str:
 def few(remarks: Sequence[str], most: int = 4) -> list[str]:
     """Return the first ``most`` remarks, each cut to 240 characters, and a line with the number of those left out, if any."""
     shown = [shortened(remark, 240) for remark in remarks[:most]]
-    return [*shown, f"and {len(remarks) - most:,} more of the kind"] if len(remarks) > most else shown
+    if len(remarks) > most:
+        shown.append(f"and {len(remarks) - most:,} more of the kind")
+    return shown
 
 
 def listed(names: Sequence[str], most: int) -> str:
@@ -164,9 +166,11 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     'did you mean "V100"? (known: P100, V100)'
     """
     names = sorted(choices)
-    near = difflib.get_close_matches(word, names, n=1)
-    listing = ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
-    return f'did you mean "{near[0]}"? (known: {listing})' if near else f"known: {listing}"
+    listing = ", ".join(names[:_LISTED])
+    if len(names) > _LISTED:
+        listing += f" and {len(names) - _LISTED} more"
+    similar = difflib.get_close_matches(word, names, n=1)
+    return f'did you mean "{similar[0]}"? (known: {listing})' if similar else f"known: {listing}"
 
 
 def known(option: str, name: str, names: Sequence[str]) -> str:

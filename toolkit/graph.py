@@ -31,6 +31,7 @@ OpKind = Literal["recv", "compute", "send"]
 Mode = Literal["training", "inference"]
 KINDS: tuple[OpKind, ...] = ("recv", "compute", "send")
 Gemm = tuple[float, float, float, float]
+"""The shape of a matrix product: (count, m, n, k) for ``count`` products of an (m, k) and a (k, n) matrix."""
 Layout = Literal["", "channels_first", "channels_last"]
 NO_GEMM: Gemm = (0.0, 0.0, 0.0, 0.0)
 RECV, COMPUTE, SEND = range(3)
@@ -230,10 +231,9 @@ class Graph:
         """
         if not isinstance(other, Graph):
             return NotImplemented
-        same = (self.name, self.mode, self.batch_size, dict(self.meta)) == (
-            (other.name, other.mode, other.batch_size, dict(other.meta))
-        )
-        return same and list(self.ops()) == list(other.ops())
+        own_head = (self.name, self.mode, self.batch_size, dict(self.meta))
+        other_head = (other.name, other.mode, other.batch_size, dict(other.meta))
+        return own_head == other_head and list(self.ops()) == list(other.ops())
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -457,11 +457,11 @@ class GraphDocument(Artifact):
 
 
 def to_document(graph: Graph) -> dict[str, Any]:
-    """Return the graph as a mapping for JSON, without the ops' empty fields that are not in ``_ALWAYS``."""
+    """Return the graph as a mapping for JSON; of an op, empty fields are left out that are not in ``_ALWAYS``."""
     names = [field.name for field in fields(Op)]
     op_rows = [{name: value for name in names if (value := getattr(op, name)) or name in _ALWAYS} for op in graph.ops()]
     for row in op_rows:
-        row["inputs"] = list(row["inputs"])
+        row["inputs"] = list(row["inputs"])  # lists, because JSON has no tuples
         gemm = row.pop("gemm")
         if any(gemm):
             row["gemm"] = list(gemm)
@@ -524,12 +524,10 @@ def assign_channels(graph: Graph, servers: int) -> Graph:
         bytes_by_parameter[parameter] = max(bytes_by_parameter.get(parameter, 0.0), float(graph.size_bytes[position]))
     channel_of = spread(bytes_by_parameter, servers)
     # Channels that nothing uses are left out; compute resources stay.
-    compute_names = sorted(
-        graph.resource_names[resource_number] for resource_number in np.unique(graph.resource[graph.kind == COMPUTE])
-    )
+    compute_names = sorted(graph.resource_names[index] for index in np.unique(graph.resource[graph.kind == COMPUTE]))
     used_channels = sorted(set(channel_of.values()))
-    names = tuple([f"channel:{resource_number}" for resource_number in used_channels] + compute_names)
-    index_of_resource = {name: resource_number for resource_number, name in enumerate(names)}
+    names = tuple([f"channel:{channel}" for channel in used_channels] + compute_names)
+    index_of_resource = {name: index for index, name in enumerate(names)}
     # 0 for channels that are left out: every op on one is a transfer, and gets its channel below.
     new_index = np.array([index_of_resource.get(name, 0) for name in graph.resource_names], dtype=graph.resource.dtype)
     resource = new_index[graph.resource]

@@ -62,8 +62,9 @@ class Link:
     @property
     def text(self) -> str:
         """The link's name: ``NVLink 3``, ``PCIe 4``, ``Infinity Fabric 4``; "" for a plain one without a title."""
-        named = self.kind.upper().replace("NVLINK", "NVLink ").replace("PCIE", "PCIe ")
-        return self.title or ("" if self.kind == "plain" else named)
+        if self.title or self.kind == "plain":
+            return self.title
+        return self.kind.upper().replace("NVLINK", "NVLink ").replace("PCIE", "PCIe ")
 
 
 def kind_of(text: str) -> Kind | None:
@@ -73,7 +74,10 @@ def kind_of(text: str) -> Kind | None:
     ('nvlink3', 'pcie4')
     """
     match = _NAME.search(text)
-    name = (f"{match[1].lower()}{match[2]}" if match[1] else "infinity") if match else ""
+    if match is None:
+        return None
+    # The pattern has groups for NVLink and PCIe alone.
+    name = f"{match[1].lower()}{match[2]}" if match[1] else "infinity"
     return name if name in DATASHEET else None  # type: ignore[return-value]  # the keys of DATASHEET are kinds
 
 

@@ -43,10 +43,11 @@ def demand() -> None:
 
 
 def in_fork(call: Callable[[Tell], T], tell: Tell | None = None) -> T:
-    """Return what ``call(tell)`` returns in a fork of this process; what it changes there is not changed here.
+    """Return what ``call`` returns in a fork of this process; what it changes there is not changed here.
 
-    What it tells, ``tell`` gets here. Its result must be one that pickle takes. Raises the error that it raises (as a
-    DdlToolError with its text, if pickle does not take it), and DdlToolError if the fork dies.
+    ``call`` is given a function for remarks; each text that it passes to that reaches ``tell`` in this process (None: it is
+    dropped). Its result must be one that pickle takes. Raises the error that it raises (as a DdlToolError with its text, if
+    pickle does not take it), and DdlToolError if the fork dies.
     """
     import multiprocessing  # `--help` needs none of it
     from multiprocessing.connection import wait
@@ -78,7 +79,10 @@ def in_fork(call: Callable[[Tell], T], tell: Tell | None = None) -> T:
 
 
 def _answer(call: Callable[[Tell], Any], pipe: Connection) -> None:
-    """Run the call and send what it tells, and then ("result", its result) or ("error", its error)."""
+    """Run the call in the fork, and send to the parent what comes of it through ``pipe``.
+
+    Messages are pickled pairs: ("told", text) for each remark, then one ("result", the call's result) or ("error", its error).
+    """
     import torch
 
     claim()

@@ -87,14 +87,14 @@ _SCALARS: Mapping[str, tuple[Any, str]] = {
 
 
 def _plain(loader: Any, node: yaml.Node) -> Any:
-    """Return a node's value: a plain scalar, a list, or a mapping with text keys.
+    """Return the value of a YAML node: a plain scalar, a list, or a mapping with text keys.
 
     Raises MarkedYAMLError for anything else, and RepeatedKey for a key that a mapping has twice. ``loader``: the parser
     that made the node.
     """
 
     def wrong(problem: str, at: yaml.Node = node) -> yaml.MarkedYAMLError:
-        """Return the error with the line and column of the node ``at``."""
+        """Return an error to raise, which says ``problem`` with the line and column of the node ``at``."""
         return yaml.MarkedYAMLError(problem=problem, problem_mark=at.start_mark)
 
     if isinstance(node, yaml.ScalarNode) and node.tag in _SCALARS:

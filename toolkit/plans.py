@@ -463,9 +463,8 @@ class Plan(Artifact):
         """Seconds of a step beside computation and synchronisation, such as the optimizer's; None if no run measured them."""
         if self.decision is None:
             return None
-        return (
-            next((option.other_s for option in self.decision.options if option.strategy == self.strategy), 0.0) or None
-        )
+        of_strategy = [option.other_s for option in self.decision.options if option.strategy == self.strategy]
+        return (of_strategy[0] or None) if of_strategy else None  # 0.0 stands for not measured
 
 
 class RankEnforcement(Record):

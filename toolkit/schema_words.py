@@ -35,7 +35,9 @@ def in_words(complaint: Mapping[str, Any]) -> tuple[str, str]:
     >>> in_words({"type": "dict_type", "input": [], "msg": "Input should be a valid dictionary"})
     ('is a list', 'give a mapping')
     """
-    kind, value, context = str(complaint["type"]), complaint.get("input"), complaint.get("ctx") or {}
+    kind = str(complaint["type"])
+    value = complaint.get("input")  # what was refused
+    context = complaint.get("ctx") or {}  # such as the limit that it exceeds
     if kind == "missing":
         return "is missing", "it is required"
     if kind in UNKNOWN_FIELD:
@@ -47,8 +49,9 @@ def in_words(complaint: Mapping[str, Any]) -> tuple[str, str]:
         return f"is {shown(value)}", remedy_words
     # The messages of our own validators are plain already; for errors that are not covered above, pydantic's is shown.
     message = one_line(str(complaint["msg"]).removeprefix("Value error, "))
-    scalar = value is None or isinstance(value, (str, int, float))
-    return f"{message} (got {shown(value)})" if scalar else message, ""
+    if value is None or isinstance(value, (str, int, float)):
+        message += f" (got {shown(value)})"
+    return message, ""
 
 
 def shown(value: object) -> str:

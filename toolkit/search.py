@@ -47,8 +47,8 @@ def search(
     while waiting and waiting[0][0] < to_beat() and not out_of_time():
         _, _, box = heapq.heappop(waiting)
         for part in parts(box):
-            # A box that cannot hold a better candidate is dropped.
-            if (least := bound(part)) < to_beat():
+            least = bound(part)
+            if least < to_beat():  # else the box cannot hold a better candidate, and is dropped
                 heapq.heappush(waiting, (least, next(order), part))
     return waiting[0][0] if waiting else None
 

@@ -146,6 +146,11 @@ def numbers(
     Raises InputError naming the row (from 1) of the first cell that is not such a number.
 
     Args:
+        frame: the table.
+        column: the name of the column.
+        where: the file, for errors.
+        minimum: the least number that is allowed; ``ABOVE_ZERO`` for any number above 0.
+        maximum: the largest number that is allowed.
         whole: whether only whole numbers are allowed.
         missing: whether an empty cell is allowed; it becomes NaN.
         remedy: the error's remedy for a value above ``maximum``; "": the allowed range.
@@ -172,7 +177,8 @@ def numbers(
         (values == np.round(values)) | (not whole)
     )
     if not is_valid.all():
-        kind, limits = "a whole number" if whole else "a number", f"from {_plain(minimum)} to {_plain(maximum)}"
+        kind = "a whole number" if whole else "a number"
+        limits = f"from {_plain(minimum)} to {_plain(maximum)}"
         if maximum == math.inf or remedy:
             limits = "above zero" if minimum == ABOVE_ZERO else f">= {_plain(minimum)}"
         if not remedy or not values[np.argmin(is_valid)] > maximum:
@@ -218,7 +224,8 @@ def checked_columns(
             options |= {} if const is None else {"remedy": f"this ddltool reads {const}"}
             columns[name] = numbers(frame, name, where, **limits, **options, whole=kind["type"] == "integer")
             continue
-        cells = columns[name] = frame[name]
+        cells = frame[name]
+        columns[name] = cells
         is_valid = cells.isin([const]) if const is not None else cells.map(lambda cell: isinstance(cell, str))
         if "pattern" in kind:
             is_valid &= cells.map(str).str.contains(kind["pattern"])

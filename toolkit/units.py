@@ -32,8 +32,8 @@ def parse_bandwidth(text: str, where: str = "--bandwidth") -> float:
     if match is None:
         raise InputError(where, f"{text!r} is not a bandwidth", "write a number with a unit, such as 10Gbit or 1.2GB/s")
     value, prefix, unit = match.groups()
-    bits = unit in ("bit", "bits", "b")
-    rate = float(value) * _PREFIX[(prefix or "").lower()] / (8 if bits else 1)
+    units_per_byte = 8 if unit in ("bit", "bits", "b") else 1
+    rate = float(value) * _PREFIX[(prefix or "").lower()] / units_per_byte
     if not (1 <= rate <= _FASTEST):
         raise InputError(where, f"{text!r} is not a usable bandwidth", "it must be between 1 B/s and 1e18 B/s")
     return rate

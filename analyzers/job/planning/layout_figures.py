@@ -236,14 +236,16 @@ class LayoutFigures:
             return {}
         found = {} if self.compile else {"torch.compile": self.changed(compile=True)}
         work = self.work.under(candidate.sharding)
+        is_alone = self.degrees.gpus == 1
         has_float8 = all("float8" in self.kinds[name].model.device.peak_flops for name in candidate.layout.devices)
-        if has_float8 and work.eighth is not None and self.degrees.gpus == 1:
+        if has_float8 and work.in_fp8 is not None and is_alone:
             name = "fp8" if self.compile else "torch.compile with fp8"
             with suppress(InputError):
-                found[name] = self.changed(compile=True, work=work.eighth())
-        if work.last is not None and self.degrees.gpus == 1 and _convolution_share(work.traced.graph) > _OF_IMAGES:
+                found[name] = self.changed(compile=True, work=work.in_fp8())
+        has_images = _convolution_share(work.traced.graph) > _OF_IMAGES
+        if has_images and work.in_channels_last is not None and is_alone:
             with suppress(InputError):
-                found["channels_last"] = self.changed(work=work.last())
+                found["channels_last"] = self.changed(work=work.in_channels_last())
         return found
 
     def step_s(self, candidate: LayoutCandidate) -> float | None:

@@ -3,7 +3,8 @@
 Source: ``c10/cuda/CUDACachingAllocator.cpp``. Sizes are rounded to 512 bytes. Up to 1 MiB comes from segments of 2 MiB,
 less than 10 MiB from segments of 20 MiB, more from a segment of its own in steps of 2 MiB. The smallest free block that is
 large enough is taken, and split where more than 1 MiB (of a small segment: 512 bytes) is left; free neighbours join.
-Segments that are free as a whole are given back where the device has no more, and only then.
+Segments that are free as a whole are given back where the device has no more, and only then. A segment is a piece of the
+device's memory that the allocator reserves (one cudaMalloc); a block is the part of it that holds one tensor, or is free.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ class CachingAllocator:
             rest_block = _Block(block.address + size, rest_bytes, is_small, before=block, after=block.after)
             if block.after is not None:
                 block.after.before = rest_block
-            block.after, block.size = rest_block, size
+            block.after = rest_block
+            block.size = size
             self._add_free_block(rest_block)
         return block.address
 
@@ -98,7 +100,8 @@ class CachingAllocator:
     def _reserve_segment(self, size: int, small: bool) -> _Block:
         """Reserve a segment for a block of ``size`` bytes; return it as one block that is not in the list of free blocks.
 
-        If it would exceed the limit, empty segments are given up first. Raises MemoryError if that is not enough.
+        If it would exceed the limit, segments that are free as a whole are given up first. ``small``: whether the segment is
+        for blocks of up to 1 MiB. Raises MemoryError if the limit allows no such segment even then.
         """
         if small:
             segment_bytes = _SMALL_SEGMENT
@@ -120,7 +123,7 @@ class CachingAllocator:
     def _give_up_segments(self) -> None:
         """Return all segments without a block in use to the device."""
         for free_blocks in self._free_blocks.values():
-            for size, address in list(free_blocks):
+            for size, address in list(free_blocks):  # a copy, because entries are removed
                 block = self._block_at[address]
                 if block.before is None and block.after is None:  # a free block without neighbours is a whole segment
                     free_blocks.remove((size, address))
@@ -155,7 +158,7 @@ def reserved_bytes(
 
     Args:
         lasting: bytes of the tensors that are allocated before the first step, and stay.
-        later: bytes of the tensors that are allocated at the end of the first step, and stay.
+        later: bytes of the tensors that are allocated at the end of the first step, and stay: the optimizer's states.
         spans: (place made, place freed, bytes) of the tensors that every step makes and frees. A place is an index into
             the step's program; at one place tensors are freed before others are made.
 
@@ -165,18 +168,24 @@ def reserved_bytes(
     makes = [(start, 1, tensor_index) for tensor_index, (start, _, _) in enumerate(spans)]
     events = sorted(frees + makes)  # by place, and at one place frees (0) before makes (1)
     allocator = CachingAllocator(limit_bytes)
-    addresses: dict[int, int] = {}
+    addresses: dict[int, int] = {}  # by index of a tensor, where it lies
+
+    def play_step() -> None:
+        """Allocate and free the tensors of one step in the order of the program."""
+        for _, is_make, tensor_index in events:
+            if is_make:
+                _, _, size_bytes = spans[tensor_index]
+                addresses[tensor_index] = allocator.take(size_bytes)
+            else:
+                allocator.give_back(addresses.pop(tensor_index))
+
     try:
-        for size in lasting:
-            allocator.take(size)
-        for step in range(2):
-            for _, is_start, tensor_index in events:
-                if is_start:
-                    addresses[tensor_index] = allocator.take(spans[tensor_index][2])
-                else:
-                    allocator.give_back(addresses.pop(tensor_index))
-            for size in later if step == 0 else ():
-                allocator.take(size)
+        for size_bytes in lasting:
+            allocator.take(size_bytes)
+        play_step()
+        for size_bytes in later:
+            allocator.take(size_bytes)
+        play_step()
     except MemoryError:
         return None
     return allocator.most_bytes

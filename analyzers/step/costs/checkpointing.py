@@ -6,6 +6,9 @@ but for inputs that several blocks share, which are there once. So the memory at
 enter the model when a solution exceeds the budget there; until then it is a relaxation, whose bound holds. The waits for
 copies (:mod:`.saving`) are the least numbers that linear inequalities allow. Start at :func:`cheapest`.
 
+A product is a matrix product, convolution or attention: what is worth keeping. A place is the index of a node of the step's
+program, and a curve (places,) the bytes held at each. A choice says for every block which of its options it takes.
+
 Sources: Jain et al., "Checkmate: Breaking the memory wall with optimal tensor rematerialization", MLSys 2020, of which
 this is the part that ``torch.utils.checkpoint`` can do; Beaumont et al., "Efficient combination of rematerialization and
 offloading for training DNNs", NeurIPS 2021, for both in one choice.
@@ -81,7 +84,7 @@ def cheapest(
 
     Args:
         lifetimes: the step's storages, with blocks that can be checkpointed.
-        seconds: (nodes,) of :meth:`TensorLifetimes.seconds`.
+        seconds: (nodes,) the time of each place of the program (:meth:`TensorLifetimes.seconds`).
         sharding: how the replicas share parameters, gradients and the optimizer's state.
         optimizer: a name of ``OPTIMIZERS``.
         budget_bytes: the most bytes of tensors at one time.
@@ -89,18 +92,18 @@ def cheapest(
         limit_s: time limit of each search; the best choice found by then is returned with its bound.
         host_bytes_per_s: of the device's link to its host, one way; 0: nothing goes there.
         gap: a choice proven to be within this share of the least time ends the search.
-        lacking_bytes: what the device's allocator, whose segments take more than the tensors, lacks for a choice; 0: nothing.
-            A choice that it has no room for is made again with a smaller budget. If none of a few has room, the last is
-            returned.
+        lacking_bytes: returns the bytes that the device's allocator, whose segments take more than the tensors, lacks for a
+            choice; 0.0: it has room. A choice that it has no room for is made again with a smaller budget. If none of a few
+            has room, the last is returned.
 
     Raises Infeasible, with the least bytes that any choice holds, if no choice fits or none is found in time.
     """
-    step = lifetimes, seconds, sharding, optimizer, lifetimes.sizes(batch_size)
+    size = lifetimes.sizes(batch_size)
 
-    @cache
-    def problem_of(window: int, rate: float) -> _Problem:
-        """Return the problem with copies over ``window`` blocks at ``rate`` bytes per second; it is the same for any budget."""
-        return _Problem.of(*step, window, rate)
+    @cache  # the problem does not depend on the budget, which is lowered below
+    def problem_of(window: int, bytes_per_s: float) -> _Problem:
+        """Return the problem with copies over ``window`` blocks on a link of ``bytes_per_s``; 0.0: without copies."""
+        return _Problem.of(lifetimes, seconds, sharding, optimizer, size, window, bytes_per_s)
 
     choice = None
     for _ in range(_TIGHTENED):
@@ -109,12 +112,13 @@ def cheapest(
         except Infeasible:
             if choice is None:
                 raise
+            break  # the last choice within a larger budget is the best there is
+        lacking = lacking_bytes(choice.saving)
+        if not lacking:
             break
-        if not (lacking := lacking_bytes(choice.saving)):
-            break
-        # By what lacks, and at least by a share of it.
-        used = min(budget_bytes, choice.peak_bytes)
-        budget_bytes = min(_TIGHTER * used, used - lacking)
+        # The next budget is smaller by what lacks, and at least by a fixed share.
+        used_bytes = min(budget_bytes, choice.peak_bytes)
+        budget_bytes = min(_TIGHTER * used_bytes, used_bytes - lacking)
     assert choice is not None
     return choice
 
@@ -129,26 +133,43 @@ def _cheapest_within(
 ) -> CheckpointingChoice:
     """Return the choice of least time within one budget: without the host first, then with the widest window that has one.
 
-    ``names``: of the blocks. ``problem_of``: (window, bytes per second) -> the problem. The rest is as for :func:`cheapest`.
+    Args:
+        budget_bytes: the most bytes of tensors at one time.
+        problem_of: returns the problem for (window, bytes per second of the link to the host; 0.0: without the host).
+        names: the names of the blocks in order.
+        limit_s: time limit of each search.
+        host_bytes_per_s: of the device's link to its host, one way; 0: nothing goes there.
+        gap: a choice proven to be within this share of the least time ends a search.
+
+    Raises Infeasible as :func:`cheapest` does.
     """
-    problem, everything = problem_of(1, 0.0), dict.fromkeys(names, ())  # computing all blocks again holds least
-    known = Saving(saved_ops=everything)
-    choice, bound_s = problem.solve(budget_bytes, time.perf_counter() + limit_s, known=known, gap=gap)
+    all_recomputed: dict[str, tuple[int, ...]] = dict.fromkeys(names, ())  # this holds least on the device
+    problem = problem_of(1, 0.0)
+    choice, bound_s = problem.solve(
+        budget_bytes, time.perf_counter() + limit_s, known=Saving(saved_ops=all_recomputed), gap=gap
+    )
     # Of a window of half the blocks or more at most half could go to the host: it is not tried.
-    for window in [each for each in WINDOWS if 2 * each < len(names)] if host_bytes_per_s else []:
-        # The search starts from the choice without the host or, if none fits, from all on the host: what holds least here.
-        known = Saving(saved_ops=everything, on_host=frozenset(names[:-window]), window=window)
-        known = known if choice is None else problem.saving(choice)
-        most_s = np.inf if choice is None else problem.cost_s(choice)
-        wider = problem_of(window, host_bytes_per_s)  # all choices of the first are in it
-        other, bound_s = wider.solve(budget_bytes, time.perf_counter() + limit_s, most_s, known, gap)
-        if choice is None or (other is not None and wider.cost_s(other) < most_s):
-            problem, choice = wider, other
+    windows = [window for window in WINDOWS if 2 * window < len(names)] if host_bytes_per_s else []
+    for window in windows:
+        if choice is None:  # the search starts from what holds least here: all blocks on the host
+            known = Saving(saved_ops=all_recomputed, on_host=frozenset(names[:-window]), window=window)
+            most_s = np.inf
+        else:
+            known = problem.saving(choice)
+            most_s = problem.cost_s(choice)
+        problem_with_host = problem_of(window, host_bytes_per_s)  # all choices without the host are in it
+        deadline = time.perf_counter() + limit_s
+        choice_with_host, bound_s = problem_with_host.solve(budget_bytes, deadline, most_s, known, gap)
+        if choice_with_host is not None and (choice is None or problem_with_host.cost_s(choice_with_host) < most_s):
+            choice = choice_with_host
+            problem = problem_with_host
+        elif choice is None:
+            problem = problem_with_host  # for the least bytes below
         if choice is not None:
             break
     if choice is None:
-        smallest, _ = problem.solve(None, time.perf_counter() + limit_s)
-        least_bytes = np.inf if smallest is None else float(problem.curve(smallest).max())
+        smallest_choice, _ = problem.solve(None, time.perf_counter() + limit_s)
+        least_bytes = np.inf if smallest_choice is None else float(problem.curve(smallest_choice).max())
         least, budget = show_bytes(least_bytes), show_bytes(budget_bytes)
         text = f"no choice of activations to compute again holds the tensors of a step within {budget}; the least is {least}"
         raise Infeasible(text)
@@ -163,46 +184,62 @@ def _cheapest_within(
 def options(lifetimes: TensorLifetimes, seconds: Floats, size: Floats) -> list[list[tuple[int, ...]]]:
     """Return for every block at most ``_OPTIONS`` Pareto-optimal sets of products to save, by ascending bytes.
 
-    A set is a tuple of the products' numbers in their block. ``seconds`` (nodes,) of the program's places, ``size``
-    (storages,) in bytes. Each further set of a block holds more bytes and takes less time to recompute the rest.
+    A set is a tuple of the products' numbers in their block. Pareto-optimal means that no other set holds fewer bytes and takes
+    less time to recompute the rest: each further set of a block holds more bytes and takes less time. ``seconds`` (nodes,): the
+    time of each place of the program. ``size`` (storages,): bytes.
     """
     options_by_block = []
     for index, block in enumerate(lifetimes.blocks):
         cost_of = partial(_cost_of_saved, lifetimes, seconds, size, index)
-        count = len(block.keepable)
-        if count <= _EVERY_SET:
-            sets = list(chain.from_iterable(combinations(block.keepable, length) for length in range(count + 1)))
-        else:  # the products that save most time per byte first
-            full_recompute_s = cost_of(())[1]
-            alone_costs = [cost_of((product,)) for product in block.keepable]
-            seconds_per_byte = [(full_recompute_s - cost) / max(saved_bytes, 1.0) for saved_bytes, cost in alone_costs]
-            by_gain = sorted(range(count), key=lambda number: (-seconds_per_byte[number], number))
-            best_first = [block.keepable[number] for number in by_gain]
-            sets = [tuple(sorted(best_first[:length])) for length in range(count + 1)]
         front: list[tuple[int, ...]] = []
         fastest_s = np.inf
-        for _, cost_s, saved in sorted((*cost_of(saved), saved) for saved in sets):  # by ascending bytes
-            if cost_s < fastest_s * (1 - _NO_FASTER):
+        sets_with_cost = sorted((*cost_of(saved), saved) for saved in _candidate_sets(block.keepable, cost_of))
+        for _, recompute_s, saved in sets_with_cost:  # by ascending bytes
+            if recompute_s < fastest_s * (1 - _NO_FASTER):
                 front.append(saved)
-                fastest_s = cost_s
+                fastest_s = recompute_s
         # A long front is thinned evenly, with its ends.
         front_indices = np.unique(np.linspace(0, len(front) - 1, min(len(front), _OPTIONS)).round().astype(int))
         options_by_block.append([front[number] for number in front_indices.tolist()])
     return options_by_block
 
 
+def _candidate_sets(
+    keepable: Sequence[int], cost_of: Callable[[tuple[int, ...]], tuple[float, float]]
+) -> list[tuple[int, ...]]:
+    """Return the sets of a block's products that are worth a look: all of them, or in a large block the best of each length.
+
+    ``keepable``: the numbers of the products that may be saved. ``cost_of``: returns for a set (bytes that it holds, seconds in
+    which the rest of the block is recomputed).
+    """
+    count = len(keepable)
+    if count <= _EVERY_SET:
+        return list(chain.from_iterable(combinations(keepable, length) for length in range(count + 1)))
+    # The best products are those that save most time per byte.
+    _, full_recompute_s = cost_of(())
+    alone_costs = [cost_of((product,)) for product in keepable]
+    saved_s_per_byte = [
+        (full_recompute_s - recompute_s) / max(saved_bytes, 1.0) for saved_bytes, recompute_s in alone_costs
+    ]
+    by_gain = sorted(range(count), key=lambda position: (-saved_s_per_byte[position], position))
+    best_first = [keepable[position] for position in by_gain]
+    return [tuple(sorted(best_first[:length])) for length in range(count + 1)]
+
+
 def _cost_of_saved(
     lifetimes: TensorLifetimes, seconds: Floats, size: Floats, index: int, saved: tuple[int, ...]
 ) -> tuple[float, float]:
-    """Return (bytes of the saved products of the block with that index, seconds in which the rest of it is recomputed).
+    """Return (bytes of a block's saved products, seconds in which the rest of the block is recomputed).
 
-    ``saved``: their numbers in the block. The rest is as for :func:`options`.
+    ``index``: of the block. ``saved``: the numbers of the saved products in the block. ``seconds`` (nodes,): the time of each
+    place of the program. ``size`` (storages,): bytes.
     """
     recomputation = Recomputation(lifetimes, {lifetimes.blocks[index].name: saved})
     return float(size[recomputation.kept].sum()), float(lifetimes.recompute_s(recomputation, seconds)[index])
 
 
-# What a block saves of its products, None: everything that it made; and whether on the host.
+# One way in which a block may save: (numbers of the products that it saves, or None for everything that it made; whether it
+# saves on the host).
 _Option = tuple[tuple[int, ...] | None, bool]
 
 
@@ -210,13 +247,14 @@ _Option = tuple[tuple[int, ...] | None, bool]
 class _Problem:
     """The memory of a step, linear in what is chosen for each block.
 
-    A choice has one entry per block: 0 for a block that keeps everything, k for its k-th option. All curves (places,) are of
-    one program, in which every recomputation has the places of the longest that its block may get.
+    A choice has one entry per block: 0 for a block that keeps everything on the device, k for its k-th option, counted from 1.
+    All curves (places,) are of one program, in which every recomputation has as many places as the longest that its block may
+    get, so that they can be added.
     """
 
     lifetimes: TensorLifetimes
     window: int
-    """Of :class:`~.saving.Saving`."""
+    """How many blocks' passes a copy to or from the host may take before compute waits for it."""
     options: list[list[_Option]]
     """By block, what it may save in place of everything on the device."""
     recompute_s: list[list[float]]
@@ -253,18 +291,28 @@ class _Problem:
         window: int,
         host_bytes_per_s: float,
     ) -> _Problem:
-        """Return the problem of a step whose storages have ``size`` (storages,) bytes and whose places take ``seconds``.
+        """Return the problem of a step.
 
         The bytes that an option adds are those of the program with this block's recomputation less those of the program
         without any; both have the same places, because empty slots are inserted where nothing is recomputed.
-        ``host_bytes_per_s``: of the link to the host; 0: nothing goes there.
+
+        Args:
+            lifetimes: the step's storages and blocks.
+            seconds: (nodes,) the time of each place of the program.
+            sharding: how the replicas share parameters, gradients and the optimizer's state.
+            optimizer: a name of ``OPTIMIZERS``.
+            size: (storages,) bytes.
+            window: how many blocks' passes a copy may take before compute waits for it.
+            host_bytes_per_s: of the link to the host, one way; 0: nothing goes there.
         """
         block_options: list[list[_Option]] = []
         for index, sets in enumerate(options(lifetimes, seconds, size)):
             own: list[_Option] = [(saved, False) for saved in sets]
             # A copy is awaited ``window`` blocks later: the last blocks have none so late, and stay on the device.
             if host_bytes_per_s and index + window < len(lifetimes.blocks):
-                own += [(None, True), *((saved, True) for saved in sets if len(lifetimes.inputs[index]))]
+                own.append((None, True))
+                if len(lifetimes.inputs[index]):  # a checkpointed block sends its input, if that is its own
+                    own += [(saved, True) for saved in sets]
             block_options.append(own)
         blocks = list(zip(lifetimes.blocks, block_options, strict=True))
         # What each option of each block costs, and how many places its longest recomputation takes.
@@ -308,11 +356,17 @@ class _Problem:
         known: Saving | None = None,
         gap: float = 0.0,
     ) -> tuple[list[int] | None, float]:
-        """Return the cheapest choice within a budget, to a relative ``gap``, and a lower bound on the seconds of any choice.
+        """Return (cheapest choice within a budget, lower bound on the seconds of any choice).
 
-        ``budget_bytes`` None: return the choice that needs least memory; the second value then has no meaning. None, and
-        ``most_s``, if no choice that costs no more fits; None, and 0.0, if none is found before ``deadline`` (of
-        ``time.perf_counter``). ``known``: a choice from which the search starts.
+        If no choice fits that costs at most ``most_s``, they are (None, ``most_s``); if none is found in time, (None, 0.0).
+
+        Args:
+            budget_bytes: the most bytes of tensors at one time; None: the choice that needs least memory is returned, and the
+                second value has no meaning.
+            deadline: when the search ends, on the clock of ``time.perf_counter``.
+            most_s: the most seconds that a choice may cost.
+            known: what blocks save in a choice from which the search starts; None: it starts from nothing.
+            gap: a choice proven to be within this share of the least time ends the search.
         """
         # Only ``limited_places`` limit memory in the model; each round adds those at which its solution exceeds the limit.
         limited_places = {int(self.base.argmax())}
@@ -320,16 +374,19 @@ class _Problem:
         span_ends = np.append(np.sort([block.begins for block in self.lifetimes.blocks]), len(self.base))
         while True:
             model, block_picks, peak = self._model(sorted(limited_places), budget_bytes, most_s)
-            for picks, hints in zip(block_picks, self._hints(known) if known else [], strict=False):
-                for pick, hint in zip(picks, hints, strict=True):
-                    model.add_hint(pick, hint)
+            if known:
+                for picks, hints in zip(block_picks, self._hints(known), strict=True):
+                    for pick, hint in zip(picks, hints, strict=True):
+                        model.add_hint(pick, hint)
             solver = solver_for(max(deadline - time.perf_counter(), 0.1), 0)  # a late round still gets a moment
             solver.parameters.relative_gap_limit = gap
             if self.copies:
                 solver.parameters.linearization_level = 2  # the waits are a linear program
             status = run(solver, model)
-            if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-                return None, most_s if status == cp_model.INFEASIBLE else 0.0
+            if status == cp_model.INFEASIBLE:
+                return None, most_s
+            if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):  # the time was over
+                return None, 0.0
             choice = [next((k for k, pick in enumerate(picks, 1) if solver.value(pick)), 0) for picks in block_picks]
             limit = solver.value(peak) if budget_bytes is None else budget_bytes
             curve = self.curve(choice)
@@ -347,19 +404,20 @@ class _Problem:
             limited_places |= exceeded_places
 
     def _hints(self, known: Saving) -> list[list[bool]]:
-        """Return by block and option whether a choice that is known from another problem picks it."""
+        """Return, by block and option, whether the block saves in that way in ``known``, a choice of another problem."""
         hints = []
-        for block, own in zip(self.lifetimes.blocks, self.options, strict=True):
-            picked = known.saved_ops.get(block.name), block.name in known.on_host
-            hints.append([option == picked for option in own])
+        for block, own_options in zip(self.lifetimes.blocks, self.options, strict=True):
+            known_option = (known.saved_ops.get(block.name), block.name in known.on_host)
+            hints.append([option == known_option for option in own_options])
         return hints
 
     def _model(
         self, places: Sequence[int], budget_bytes: float | None, most_s: float
     ) -> tuple[cp_model.CpModel, list[list[cp_model.IntVar]], cp_model.LinearExprT]:
-        """Return CP-SAT's model with memory limited at ``places``, its variables by block and option, and the limit.
+        """Return (CP-SAT's model with memory limited at ``places``, its variables by block and option, the limit in bytes).
 
-        Without a budget the limit is a variable, which the model minimizes. ``most_s``: what a choice costs at most.
+        A variable says whether its block takes that option. ``budget_bytes``: the limit; None: the limit is a variable, which
+        the model minimizes. ``most_s``: the most seconds that a choice may cost; infinite: any.
         """
         model = cp_model.CpModel()
         block_picks = [[model.new_bool_var("") for _ in own] for own in self.options]
@@ -369,8 +427,9 @@ class _Problem:
         is_held = [model.new_bool_var("") for _ in self.shared]
         for variable, (blocks, _) in zip(is_held, self.shared, strict=True):
             for index in blocks:
-                own = zip(block_picks[index], self.options[index], strict=True)
-                model.add(variable >= cp_model.LinearExpr.sum([pick for pick, (saved, _) in own if saved is not None]))
+                picks_and_options = zip(block_picks[index], self.options[index], strict=True)
+                recomputing_picks = [pick for pick, (saved, _) in picks_and_options if saved is not None]
+                model.add(variable >= cp_model.LinearExpr.sum(recomputing_picks))
         variables = [pick for picks in block_picks for pick in picks] + is_held
         limit = model.new_int_var(0, 2**60, "") if budget_bytes is None else int(budget_bytes)
         for place in places:
@@ -390,10 +449,14 @@ class _Problem:
             cost = cp_model.LinearExpr.sum([*recomputes, *self._add_waits(model, block_picks, recomputes)])
             if most_s < np.inf:
                 model.add(cost <= math.ceil(most_s / self.unit_s) + len(self.options))  # each term was rounded
-            # Of equally cheap choices the one with the fewest blocks on the host.
-            both = zip(block_picks, self.options, strict=True)
-            on_host = [pick for picks, own in both for pick, option in zip(picks, own, strict=True) if option[1]]
-            model.minimize((1 + len(self.options)) * cost + cp_model.LinearExpr.sum(on_host))
+            # Of equally cheap choices the one with the fewest blocks on the host: a unit of the cost outweighs all blocks.
+            host_picks = [
+                pick
+                for picks, own_options in zip(block_picks, self.options, strict=True)
+                for pick, (_, is_on_host) in zip(picks, own_options, strict=True)
+                if is_on_host
+            ]
+            model.minimize((1 + len(self.options)) * cost + cp_model.LinearExpr.sum(host_picks))
         return model, block_picks, limit
 
     def _add_waits(
@@ -402,10 +465,14 @@ class _Problem:
         block_picks: Sequence[Sequence[cp_model.IntVar]],
         recomputes: Sequence[cp_model.LinearExprT],
     ) -> list[cp_model.IntVar]:
-        """Return variables of the seconds that compute waits for copies to the host, and back: :meth:`Copies.waits`.
+        """Return two variables, in units of ``unit_s``: how long compute waits for all copies to the host, and back from it.
 
-        Of a block without a copy each inequality follows from its neighbours', so none depends on what is picked.
-        ``recomputes``: by block, the time of its recomputation.
+        The inequalities that are added to ``model`` are those of :meth:`Copies.waits`: the least numbers that they allow are
+        the waits. Of a block without a copy each inequality follows from its neighbours', so none depends on what is picked.
+        Without any copy nothing is added, and [] returned.
+
+        ``block_picks``: by block and option the variables of ``model``. ``recomputes``: by block, the time of its
+        recomputation in units of ``unit_s``.
         """
         if not self.copies:
             return []
@@ -413,16 +480,20 @@ class _Problem:
             cp_model.LinearExpr.weighted_sum(picks, [round(each_s / self.unit_s) for each_s in own_s])
             for picks, own_s in zip(block_picks, self.copy_s, strict=True)
         ]
-        total, count, window = cp_model.LinearExpr.sum, len(copies), self.window
+        total = cp_model.LinearExpr.sum
+        count = len(copies)
+        window = self.window
         # No wait and no copy ends later than everything one after another, each of the longest kind.
         most_s = self.plain.begins[0] + sum(map(max, self.recompute_s)) + sum(map(max, self.copy_s))
-        most, waits = 2 * round(most_s / self.unit_s) + 1, list[cp_model.IntVar]()
+        most = 2 * round(most_s / self.unit_s) + 1
+        waits: list[cp_model.IntVar] = []
         for is_forward in (True, False):
             late = [model.new_int_var(0, most, "") for _ in range(count)]  # waits up to each block's
             done = [model.new_int_var(0, 2 * most, "") for _ in range(count)]  # the end of each block's copy
             order = list(range(count)) if is_forward else list(reversed(range(count)))
             plain_s = self.plain.ends if is_forward else self.plain.begins
-            clock = dict[int, cp_model.LinearExprT]()  # when each block's pass ends (forward), or begins (backward)
+            # By block, when its pass ends (forward), or begins (backward).
+            clock: dict[int, cp_model.LinearExprT] = {}
             for place, block in enumerate(order):
                 again = [] if is_forward else recomputes[block + 1 :]
                 clock[block] = total([late[block], round(plain_s[block] / self.unit_s), *again])
@@ -440,35 +511,57 @@ class _Problem:
         return waits
 
     def curve(self, choice: Sequence[int]) -> Floats:
-        """Return (places,) the bytes that a choice holds at every place; ``choice``: by block, as for the class."""
+        """Return (places,) the bytes that a choice holds at every place of the program.
+
+        ``choice``: by block the number of its option, counted from 1; 0: it keeps everything.
+        """
         curve = self.base.copy()
+        recomputed_blocks = set()
         for index, pick in enumerate(choice):
             if pick:
                 curve += self.added[index][pick - 1]
+                saved, _ = self.options[index][pick - 1]
+                if saved is not None:
+                    recomputed_blocks.add(index)
         for blocks, size in self.shared:
-            if any(choice[index] and self.options[index][choice[index] - 1][0] is not None for index in blocks):
+            if not recomputed_blocks.isdisjoint(blocks):
                 curve += size
         return curve
 
     def cost_s(self, choice: Sequence[int]) -> float:
-        """Return the seconds of all recomputation of a choice, and of its waits for copies."""
-        again_s, copy_s = (
-            np.array([own_s[pick - 1] if pick else 0.0 for own_s, pick in zip(figures, choice, strict=True)])
-            for figures in (self.recompute_s, self.copy_s)
-        )
+        """Return the seconds of all recomputation of a choice, and of its waits for copies.
+
+        ``choice``: by block the number of its option, counted from 1; 0: it keeps everything.
+        """
+        recompute_s = _chosen_seconds(self.recompute_s, choice)
+        copy_s = _chosen_seconds(self.copy_s, choice)
         # Backward passes run from the last block on, so each begins after the recomputation of all blocks behind it.
-        begins = self.plain.begins + np.cumsum(again_s[::-1])[::-1] - again_s
+        begins = self.plain.begins + np.cumsum(recompute_s[::-1])[::-1] - recompute_s
         copies = replace(self.plain, begins=begins, copy_s=copy_s, window=self.window)
-        return float(again_s.sum() + sum(waits_s.sum() for waits_s in copies.waits()))
+        return float(recompute_s.sum() + sum(waits_s.sum() for waits_s in copies.waits()))
 
     def saving(self, choice: Sequence[int]) -> Saving:
-        """Return what every block saves by a choice."""
+        """Return what every block saves by a choice.
+
+        ``choice``: by block the number of its option, counted from 1; 0: it keeps everything.
+        """
         chosen = zip(self.lifetimes.blocks, self.options, choice, strict=True)
         return _saving({block.name: own[pick - 1] for block, own, pick in chosen if pick}, self.window)
 
 
+def _chosen_seconds(seconds_by_option: Sequence[Sequence[float]], choice: Sequence[int]) -> Floats:
+    """Return (blocks,) the seconds of each block's chosen option; 0.0 for a block that keeps everything.
+
+    ``seconds_by_option``: by block and option. ``choice``: by block the number of its option, counted from 1; 0: none.
+    """
+    return np.array([own_s[pick - 1] if pick else 0.0 for own_s, pick in zip(seconds_by_option, choice, strict=True)])
+
+
 def _saving(options_by_block: Mapping[str, _Option], window: int) -> Saving:
-    """Return what blocks save by an option each; the others keep everything."""
+    """Return a ``Saving`` of blocks that take one option each; blocks that are not named keep everything on the device.
+
+    ``window``: how many blocks' passes a copy to the host may take.
+    """
     return Saving(
         saved_ops={name: saved for name, (saved, _) in options_by_block.items() if saved is not None},
         on_host=frozenset(name for name, (_, is_on_host) in options_by_block.items() if is_on_host),
@@ -477,10 +570,11 @@ def _saving(options_by_block: Mapping[str, _Option], window: int) -> Saving:
 
 
 def _split_inputs_by_readers(lifetimes: TensorLifetimes) -> tuple[Ints, Ints]:
-    """Return the rows of ``lifetimes.read`` whose storage one block reads, and the rows whose storage several blocks read.
+    """Return (rows whose storage one block reads, rows whose storage several blocks read) of ``lifetimes.read``.
 
-    A row is (storage, block, last place of the block that reads it). What one block reads depends on that block's choice
-    alone; what several read is held once, whichever of them are recomputed.
+    A row is (storage, block, last place of the block that reads it), for a storage that was made before the block. How long an
+    input of one block is held depends on that block's choice alone; an input of several is held once, whichever of them are
+    recomputed.
     """
     reader_counts = np.bincount(lifetimes.read[:, 0], minlength=1)
     read_once = reader_counts[lifetimes.read[:, 0]] == 1
@@ -490,11 +584,17 @@ def _split_inputs_by_readers(lifetimes: TensorLifetimes) -> tuple[Ints, Ints]:
 def _sum_shared_inputs(
     lifetimes: TensorLifetimes, empty: Recomputation, reads: Ints, size: Floats
 ) -> list[tuple[frozenset[int], Floats]]:
-    """Return by set of blocks the bytes (places,) of the inputs that they share, held for their recomputations alone.
+    """Return pairs (set of blocks, bytes at every place) for the inputs that several blocks share.
 
-    An input that several blocks read is held beyond its last use without checkpointing, until the recomputation of each of
-    its readers has read it. Between two such readings it is there if any of the readers still to come is recomputed: those
-    readers are the set. ``reads``: rows of ``lifetimes.read``. ``empty``: the program with slots for all recomputations.
+    The bytes (places,) are held in addition, if any of the blocks is recomputed. An input that several blocks read is held
+    beyond its last use without checkpointing, until the recomputation of each of its readers has read it. Between two such
+    readings it is there if any of the readers still to come is recomputed: those readers are the set.
+
+    Args:
+        lifetimes: the step's storages and blocks.
+        empty: the program in which nothing is recomputed, with places for all recomputations.
+        reads: the rows of ``lifetimes.read`` for these inputs: (storage, block, last place of the block that reads it).
+        size: (storages,) bytes.
     """
     freed_at = empty.moved(lifetimes.free) + 1  # (s,) first place after the last use, without checkpointing
     added: dict[frozenset[int], Floats] = {}

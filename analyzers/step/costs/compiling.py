@@ -6,6 +6,9 @@ their own. A tensor that is made and read within one fused kernel is neither wri
 the step is cut in two at the forward pass's cheapest set of tensors from which the backward pass can compute everything else
 that it needs (``torch._functorch.partitioners.min_cut_rematerialization_partition``). Products, reductions, random numbers, and
 what the backward pass would have to write again are never computed twice. Time and memory both follow from :func:`fuse`.
+
+A product is an op that stays a kernel of its own, such as a matrix product. A kept (saved) tensor stays in memory from the
+forward pass to the backward pass. The leader of a fused kernel is its last op, by whose index the kernel is known.
 """
 
 from __future__ import annotations
@@ -68,51 +71,65 @@ class Fusion:
 
 
 def fuse(graph: Graph) -> Fusion:
-    """Return the fused kernels of a traced or recorded step. O(n + e) for its ops and edges, and a minimum cut."""
+    """Return the fused kernels of the step with that graph. O(n + e) for its ops and edges, and a minimum cut."""
     return _Fuser(graph).fuse()
 
 
 def compiled(graph: Graph) -> Graph:
-    """Return the graph under ``torch.compile``: the last op of each fused kernel stands for it, and its other ops are free.
+    """Return the graph as it runs under ``torch.compile``, with the same ops.
 
-    The sides of matrix products are padded to multiples of 8, as inductor's ``shape_padding`` does. ``meta`` gets
-    ``compiled``, and ``channels_last`` if inductor turns all images to that layout. In a graph without written bytes (a file
-    of an older version) fusing saves only the launches of ops, not their traffic.
+    The last op of each fused kernel stands for the kernel, with its bytes; the kernel's other ops become free. The sides of
+    matrix products are padded to multiples of 8, as inductor's ``shape_padding`` does. ``meta`` gets ``compiled``, and
+    ``channels_last`` if inductor turns all images to that layout. In a graph without written bytes (a file of an older version)
+    fusing saves only the launches of ops, not their traffic.
     """
     fusion = fuse(graph)
-    size, op_type, estimate = graph.size_bytes.copy(), list(graph.op_type), list(graph.estimate)
+    size_bytes = graph.size_bytes.copy()
+    op_types = list(graph.op_type)
+    sources = list(graph.estimate)
     members = np.flatnonzero(fusion.leader >= 0)
-    size[members] = fusion.traffic[members]
+    size_bytes[members] = fusion.traffic[members]
     for op in members.tolist():
-        if fusion.leader[op] == op and size[op] > 0:
-            op_type[op] = FUSED
+        if fusion.leader[op] == op and size_bytes[op] > 0:
+            op_types[op] = FUSED
         else:
-            estimate[op] = "free"
+            sources[op] = "free"
     is_product = _flags(class_of(name) == CLASS["matrix_product"] for name in graph.op_type)
     gemm = graph.gemm.copy()
     gemm[is_product, 1:] = np.ceil(gemm[is_product, 1:] / _PADDED) * _PADDED
-    layout: tuple[Layout, ...] = tuple("" for _ in range(len(graph)))
+    no_layouts: tuple[Layout, ...] = tuple("" for _ in range(len(graph)))  # one holds for all images: that of ``meta``
     meta = {
         **graph.meta,
         "compiled": True,
         "channels_last": bool(graph.meta.get("channels_last")) or _uses_channels_last(graph),
     }
-    op_types, sources = tuple(op_type), tuple(estimate)
-    return replace(graph, size_bytes=size, op_type=op_types, estimate=sources, gemm=gemm, meta=meta, layout=layout)
+    return replace(
+        graph,
+        size_bytes=size_bytes,
+        op_type=tuple(op_types),
+        estimate=tuple(sources),
+        gemm=gemm,
+        meta=meta,
+        layout=no_layouts,
+    )
 
 
 def compiled_lifetimes(lifetimes: TensorLifetimes, *, blocks_only: bool = False) -> TensorLifetimes:
     """Return the lifetimes of a traced step's tensors under ``torch.compile``.
 
-    A tensor that no kernel writes gets elements of width 0, and activations may be freed at another place. ``blocks_only``:
-    each block of the model is compiled by itself, and the rest is not compiled, as in torchtitan.
+    A tensor that no kernel writes to memory gets elements of 0 bytes, and activations are freed after their last use by a
+    kernel. ``blocks_only``: whether each block of the model is compiled by itself and the rest not at all, as in torchtitan;
+    otherwise the whole step is compiled.
     """
     places = lifetimes.op_places
     size = np.array(lifetimes.elements) * lifetimes.width
     is_activation = lifetimes.role == ACTIVATION
-    if blocks_only:
-        spans = [span for block in lifetimes.blocks for span in ((block.first, block.last), (block.begins, block.ends))]
-        is_inside = [(first <= lifetimes.alloc) & (lifetimes.alloc <= last) for first, last in spans]
+    if blocks_only:  # what is made within a block's forward or backward pass
+        forward_spans = [(block.first, block.last) for block in lifetimes.blocks]
+        backward_spans = [(block.begins, block.ends) for block in lifetimes.blocks]
+        is_inside = [
+            (first <= lifetimes.alloc) & (lifetimes.alloc <= last) for first, last in forward_spans + backward_spans
+        ]
         is_activation &= np.any(is_inside, axis=0)
     free, written = _lives_when_compiled(
         fuse(lifetimes.traced.graph), places, lifetimes.alloc, lifetimes.free, size, is_activation
@@ -127,22 +144,24 @@ def compiled_lifetimes(lifetimes: TensorLifetimes, *, blocks_only: bool = False)
 
 
 def compiled_storages(graph: Graph, recorded: Recorded) -> Recorded:
-    """Return a recorded step's storages under ``torch.compile``: those that no kernel writes have 0 bytes.
+    """Return a recorded step's storages under ``torch.compile``.
 
-    ``graph``, ``recorded``: the step's. The freeing of activations moves to their last use by a kernel.
+    Those that no kernel writes to memory have 0 bytes, and activations are freed after their last use by a kernel. ``graph``
+    and ``recorded`` are of the same step, recorded without ``torch.compile``. A place is the index of a compute op among these.
     """
     is_compute = graph.kind == COMPUTE
     places = np.where(is_compute, np.cumsum(is_compute) - 1, -1)
-    made, freed = np.array(recorded.made), np.array([-1 if place is None else place for place in recorded.freed])
+    made = np.array(recorded.made)
+    freed = np.array([-1 if place is None else place for place in recorded.freed])  # -1: it outlives the step
     size = np.array(recorded.storage_bytes)
     is_activation = _flags(part == "activations" for part in recorded.parts) & (freed >= 0)
-    free, written = _lives_when_compiled(fuse(graph), places, made, freed, size, is_activation)
+    last_use, is_written = _lives_when_compiled(fuse(graph), places, made, freed, size, is_activation)
     return replace(
         recorded,
         freed=tuple(
-            place if old is not None else None for place, old in zip(free.tolist(), recorded.freed, strict=True)
+            None if old is None else place for place, old in zip(last_use.tolist(), recorded.freed, strict=True)
         ),
-        storage_bytes=tuple(np.where(written, size, 0.0).tolist()),
+        storage_bytes=tuple(np.where(is_written, size, 0.0).tolist()),
     )
 
 
@@ -161,7 +180,7 @@ def _lives_when_compiled(
 
     Args:
         fusion: the kernels of the step, by op of its graph.
-        places: (n,) the place at which each op runs, -1 for a transfer.
+        places: (n,) the place at which each op runs, in the numbering of ``alloc`` and ``free``; -1 for a transfer.
         alloc, free: (s,) the places at which each storage is made and last used without compiling.
         size: (s,) bytes.
         is_activation: (s,) whether compiling may change a storage.
@@ -182,7 +201,8 @@ def _lives_when_compiled(
 class _Fuser:
     """Reads one graph of n ops: which ops read which tensors, what is kept for the backward pass, and which ops fuse.
 
-    A view counts as the tensor that it is a view of.
+    A view counts as the tensor that it is a view of. Arrays (n,) and lists are by op of the graph; ``order`` are the indices of
+    the ops that compute, in topological order.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -195,10 +215,10 @@ class _Fuser:
         self._find_reads()
         self._find_reductions()
         self.saved = self._cut()
-        """(n,) ops of the forward pass whose outputs are kept for the backward pass."""
+        """(n,) whether an op is of the forward pass and its output is kept for the backward pass."""
 
     def _find_kinds(self) -> None:
-        """Set what the types and names of ops say of them, each as (n,) bool."""
+        """Set the attributes (n,) bool that follow from the types and names of ops, such as ``is_view`` and ``is_fusible``."""
         graph = self.graph
         names = [normal_type(op_type).rpartition(".")[2] for op_type in graph.op_type]
         classes = [CLASSES[class_of(op_type)] for op_type in graph.op_type]
@@ -220,8 +240,11 @@ class _Fuser:
         self.is_norm = _flags(kind in ("normalisation", "row_normalisation", "softmax") for kind in classes)
 
     def _find_reads(self) -> None:
-        """Set what every op reads, and which ops and transfers read its output."""
-        graph, count, is_compute = self.graph, len(self.graph), self.graph.kind == COMPUTE
+        """Set ``reads``, ``own_bytes``, ``readers`` and ``sent``: what every op reads, and what reads its output."""
+        graph = self.graph
+        count = len(graph)
+        # What a compute op makes is what it writes; a transfer's bytes are those of the parameter that it brings.
+        made_bytes = np.where(graph.kind == COMPUTE, graph.written_bytes, graph.size_bytes)
         root = np.arange(count)  # by op, the op of which it is a view; itself if it is no view
         self.reads: list[dict[int, float]] = [{} for _ in range(count)]
         """By op the ops and parameters whose tensors it reads, with their bytes."""
@@ -234,10 +257,9 @@ class _Fuser:
             elif self.is_op[op]:
                 reads = self.reads[op]
                 for source in inputs:
-                    made_bytes = float((graph.written_bytes if is_compute[source] else graph.size_bytes)[source])
                     source_root = int(root[source])
                     # Several views of one tensor are read once, as much as the largest of them.
-                    reads[source_root] = max(reads.get(source_root, 0.0), made_bytes)
+                    reads[source_root] = max(reads.get(source_root, 0.0), float(made_bytes[source]))
                 whole_bytes, own_bytes = sum(reads.values()), self.read_bytes[op]
                 if whole_bytes > own_bytes and not self.is_cast[op]:  # it reads only a part of its inputs
                     self.reads[op] = {source: size * own_bytes / whole_bytes for source, size in reads.items()}
@@ -253,8 +275,9 @@ class _Fuser:
                 self.readers[source].append(op)
 
     def _find_reductions(self) -> None:
-        """Set what follows from the bytes that an op reads and writes: sums in two kernels, ends of kernels, cheap ops."""
-        written_bytes, is_plain = self.graph.written_bytes, self.is_fusible & ~self.is_norm
+        """Set the attributes that follow from the bytes of ops: ``ends`` and ``is_inlined``; and add to ``is_read_twice``."""
+        written_bytes = self.graph.written_bytes
+        is_plain = self.is_fusible & ~self.is_norm
         shrinks = is_plain & (_QUARTER * written_bytes < self.read_bytes)
         for op in np.flatnonzero(shrinks & self.is_backward).tolist():  # sums of a parameter's gradient
             self.is_read_twice[op] |= bool(self.sent[op] or any(self.sent[reader] for reader in self.readers[op]))
@@ -267,7 +290,7 @@ class _Fuser:
         """Return the kernels, and the bytes that they write and read.
 
         A fused kernel reads each output of other kernels once, and writes what another kernel, a transfer or the backward
-        pass needs.
+        pass needs. The outputs of its ops that nothing else needs stay in registers.
         """
         reads_of = {op: self._effective_reads(op) for op in self.order}
         leader = self._leaders(reads_of)
@@ -288,26 +311,35 @@ class _Fuser:
     def _reads_between_kernels(
         self, reads_of: dict[int, dict[int, float]], leader: NDArray[np.intp]
     ) -> tuple[Flags, NDArray[np.intp], Floats]:
-        """Return (n,) whether another kernel reads an op's output, its last such reader (else the op), and bytes by leader.
+        """Return what kernels read of one another, as three arrays (n,).
 
-        The bytes are what a fused kernel reads of others: of each output as much as its op that reads most of it.
-        ``reads_of``: by op its effective reads; ``leader``: as in :class:`Fusion`.
+        They are: whether another kernel reads an op's output; the last op that does (the op itself if none does); and, at the
+        leader of a fused kernel, the bytes that the kernel reads of others, of each output as much as its op that reads most of
+        it. ``reads_of``: by op its effective reads (:meth:`_effective_reads`). ``leader``: as in :class:`Fusion`.
         """
         count = len(self.graph)
-        is_read, last = np.zeros(count, dtype=bool), np.arange(count)
+        is_read = np.zeros(count, dtype=bool)
+        last_reader = np.arange(count)
         kernel_reads: list[dict[int, float]] = [{} for _ in range(count)]  # at the leader, sources and bytes
         for op in self.order:
             own_leader = leader[op]
+            is_fused = own_leader >= 0
             for source, size in reads_of[op].items():
-                if own_leader < 0 or leader[source] != own_leader:
-                    last[source] = max(last[source], op)
-                    is_read[source] = True
-                    if own_leader >= 0:
-                        kernel_reads[own_leader][source] = max(kernel_reads[own_leader].get(source, 0.0), size)
-        return is_read, last, np.array([sum(reads.values()) for reads in kernel_reads], dtype=np.float64)
+                if is_fused and leader[source] == own_leader:  # it stays within the kernel
+                    continue
+                last_reader[source] = max(last_reader[source], op)
+                is_read[source] = True
+                if is_fused:
+                    kernel_reads[own_leader][source] = max(kernel_reads[own_leader].get(source, 0.0), size)
+        kernel_reads_bytes = np.array([sum(reads.values()) for reads in kernel_reads], dtype=np.float64)
+        return is_read, last_reader, kernel_reads_bytes
 
     def _share_storages(self, written: Flags, last: NDArray[np.intp]) -> None:
-        """Pass on what ``written`` and ``last`` (n,) say of ops that work in place to the ops whose outputs they overwrite."""
+        """Change ``written`` and ``last`` (n,) so that an op and an op that overwrites its output in place agree.
+
+        The two share a storage: it is written if either output is, and last read where either is. ``written``: whether an op's
+        output is written to memory; ``last``: the last op that reads it.
+        """
         for op in reversed(self.order):  # backwards, so that in a chain of in-place ops it reaches the first
             if self.graph.op_type[op].endswith("_"):  # it works in place: its output is its first input's storage
                 overwritten = next(iter(self.reads[op]), -1)
@@ -318,8 +350,8 @@ class _Fuser:
     def _effective_reads(self, op: int) -> dict[int, float]:
         """Return the ops and parameters whose outputs an op reads from memory, with their bytes.
 
-        An input that is not in memory, because it is not kept for the backward pass or is inlined, is computed again in the
-        op's kernel; what this computation reads takes its place.
+        An input that is not in memory, because it is not kept for the backward pass or is inlined (cheap enough to be computed
+        wherever it is read), is computed again in the op's kernel; what this computation reads takes its place.
         """
         found: dict[int, float] = {}
         waiting = list(self.reads[op].items())
@@ -341,9 +373,11 @@ class _Fuser:
         """Return (n,) the stage of each op: how many kernels must run one after another before the op's own.
 
         Ops of one stage can be one kernel, because no other kernel has to run between them. A new stage begins for the readers
-        of an op that is not fused, and of a reduction to a single number. ``reads_of``: by op, its effective reads.
+        of an op that is not fused, and of a reduction to a single number. ``reads_of``: by op its effective reads
+        (:meth:`_effective_reads`).
         """
-        fusible, stage = self.is_fusible, np.zeros(len(self.graph), dtype=np.int64)
+        fusible = self.is_fusible
+        stage = np.zeros(len(self.graph), dtype=np.int64)
         for op in self.order:
             for source in reads_of[op]:
                 begins_stage = self.ends[source] or (self.is_op[source] and not fusible[source])
@@ -358,11 +392,14 @@ class _Fuser:
     def _leaders(self, reads_of: dict[int, dict[int, float]]) -> NDArray[np.intp]:
         """Return (n,) the last op of each op's kernel, -1 for ops that are not fused.
 
-        Two ops of one stage and pass (forward or backward) are one kernel if one reads the other's output, or if both read
-        the same tensor. ``reads_of``: by op its effective reads.
+        Two ops of one stage (:meth:`_stages`) and pass (forward or backward) are one kernel if one reads the other's output, or
+        if both read the same tensor. ``reads_of``: by op its effective reads (:meth:`_effective_reads`).
         """
-        count, fusible, stage = len(self.graph), self.is_fusible, self._stages(reads_of)
+        count = len(self.graph)
+        fusible = self.is_fusible
+        stage = self._stages(reads_of)
         together: list[tuple[int, int]] = []  # pairs of ops of one kernel
+        # By (tensor's op, stage, whether in the backward pass), the first op there that reads the tensor.
         first_reader: dict[tuple[int, int, bool], int] = {}
         for op in self.order:
             if not fusible[op]:
@@ -376,14 +413,14 @@ class _Fuser:
                 else:
                     read_where = (source, int(stage[op]), bool(self.is_backward[op]))
                     together.append((op, first_reader.setdefault(read_where, op)))
-        ends = np.array(together, dtype=np.intp).reshape(-1, 2).T
-        links: Any = csr_array((np.ones(len(together)), (ends[0], ends[1])), shape=(count, count))
-        _, kernel = connected_components(links, directed=False)
-        leader = np.full(count, -1, dtype=np.intp)
+        one_ops, other_ops = np.array(together, dtype=np.intp).reshape(-1, 2).T
+        links: Any = csr_array((np.ones(len(together)), (one_ops, other_ops)), shape=(count, count))
+        _, kernel = connected_components(links, directed=False)  # (n,) the number of each op's kernel
+        leader_of_kernel = np.full(count, -1, dtype=np.intp)
         for op in self.order:
             if fusible[op]:
-                leader[kernel[op]] = max(leader[kernel[op]], op)
-        return np.where(fusible, leader[kernel], -1)
+                leader_of_kernel[kernel[op]] = max(leader_of_kernel[kernel[op]], op)
+        return np.where(fusible, leader_of_kernel[kernel], -1)
 
     def _cut(self) -> Flags:
         """Return (n,) whether an op of the forward pass has its output kept for the backward pass, at the least total price.
@@ -392,44 +429,60 @@ class _Fuser:
         capacity is the price of keeping its output. Ops that must not be computed again are linked to the source, ops that
         the backward pass reads to the sink, so that an output is kept on every path between the two.
         """
-        count = len(self.graph)
-        saved = np.zeros(count, dtype=bool)
+        saved = np.zeros(len(self.graph), dtype=bool)
         forward = [op for op in self.order if not self.is_backward[op]]
-        # The ops of the forward pass that the backward pass reads, and all that these are computed from.
-        needed = {op for op in forward if any(self.is_backward[reader] for reader in self.readers[op])}
-        for op in reversed(forward):
-            if op in needed:
-                needed.update(source for source in self.reads[op] if self.is_op[source])
-        chosen = [op for op in forward if op in needed]
-        if not chosen:
+        candidates = self._needed_in_backward(forward)
+        if not candidates:
             return saved
-        # How many ops lie between an op and the first op of the backward pass that needs it.
-        distance = dict.fromkeys(chosen, _FARTHEST)
-        for op in reversed(chosen):
-            reader_distances = [
-                1 if self.is_backward[reader] else 1 + distance.get(reader, _FARTHEST) for reader in self.readers[op]
-            ]
-            distance[op] = min(reader_distances, default=_FARTHEST)
+        distance = self._distances_to_backward(candidates)
         read_late = self._read_late(forward)
-        node_in = {op: 2 + 2 * index for index, op in enumerate(chosen)}
-        node_out = {op: node + 1 for op, node in node_in.items()}
         source, sink = 0, 1
-        edges: list[tuple[int, int, float]] = []
-        for op in chosen:
-            # The price: the output's bytes, a tenth more for each op on the way, doubled if no kernel would write them else.
-            is_unwritten = self.is_fusible[op] and all(self.is_fusible[reader] for reader in self.readers[op])
-            price = float(self.graph.written_bytes[op]) * _PER_OP_AWAY ** min(distance[op], _FARTHEST)
-            # At least 1, so that an output of no bytes is kept only where it is needed.
-            edges.append((node_in[op], node_out[op], max(price, 1.0) * (_UNWRITTEN if is_unwritten else 1.0)))
-            if op in read_late or self._is_banned(op):
+        node_in = {op: 2 + 2 * index for index, op in enumerate(candidates)}
+        node_out = {op: node + 1 for op, node in node_in.items()}
+        edges: list[tuple[int, int, float]] = []  # (from, to, capacity)
+        for op in candidates:
+            edges.append((node_in[op], node_out[op], self._price_of_keeping(op, distance[op])))
+            if op in read_late or self._is_banned(op):  # it must not be computed again
                 edges.append((source, node_in[op], np.inf))
             edges += [(node_out[each], node_in[op], np.inf) for each in self.reads[op] if each in node_out]
             if any(self.is_backward[reader] for reader in self.readers[op]):
                 edges.append((node_out[op], sink, np.inf))
-        is_reached = _reachable(edges, 2 + 2 * len(chosen), source, sink)
-        for op in chosen:
+        is_reached = _reachable(edges, 2 + 2 * len(candidates), source, sink)
+        for op in candidates:  # the edges of the cut are the outputs that are kept
             saved[op] = is_reached[node_in[op]] and not is_reached[node_out[op]]
         return saved
+
+    def _needed_in_backward(self, forward: Sequence[int]) -> list[int]:
+        """Return the ops of ``forward`` that the backward pass reads, and all that these are computed from, in its order."""
+        needed = {op for op in forward if any(self.is_backward[reader] for reader in self.readers[op])}
+        for op in reversed(forward):
+            if op in needed:
+                needed.update(source for source in self.reads[op] if self.is_op[source])
+        return [op for op in forward if op in needed]
+
+    def _distances_to_backward(self, ops: Sequence[int]) -> dict[int, int]:
+        """Return, for each of ``ops`` (of the forward pass, in order), how many reads lead from it to the backward pass.
+
+        1: an op of the backward pass reads its output. The fewest reads count, and ``_FARTHEST`` where none leads there.
+        """
+        distance = dict.fromkeys(ops, _FARTHEST)
+        for op in reversed(ops):
+            reader_distances = [
+                1 if self.is_backward[reader] else 1 + distance.get(reader, _FARTHEST) for reader in self.readers[op]
+            ]
+            distance[op] = min(reader_distances, default=_FARTHEST)
+        return distance
+
+    def _price_of_keeping(self, op: int, distance: int) -> float:
+        """Return the partitioner's price of keeping an op's output for the backward pass.
+
+        It is the output's bytes, some more for each op on the way to the backward pass (``distance``, see
+        :meth:`_distances_to_backward`), and doubled if no kernel would write the output otherwise.
+        """
+        price = float(self.graph.written_bytes[op]) * _PER_OP_AWAY ** min(distance, _FARTHEST)
+        price = max(price, 1.0)  # so that an output of no bytes is kept only where it is needed
+        is_unwritten = self.is_fusible[op] and all(self.is_fusible[reader] for reader in self.readers[op])
+        return price * _UNWRITTEN if is_unwritten else price
 
     def _read_late(self, forward: Sequence[int]) -> set[int]:
         """Return the ops that read a tensor after a product has read it, such as the additions of a residual stream.
@@ -442,17 +495,19 @@ class _Fuser:
         for op in forward:
             readers = sorted(place_of[reader] for reader in self.readers[op] if reader in place_of)
             if len(readers) > 1 and self.is_fusible[op]:
-                product = self._first_product(readers, place_of, forward)
-                late.update(forward[reader] for reader in readers if reader > product)
+                product_place = self._first_product(readers, place_of, forward)
+                late.update(forward[reader] for reader in readers if reader > product_place)
         return late
 
     def _first_product(self, readers: Sequence[int], place_of: Mapping[int, int], forward: Sequence[int]) -> int:
-        """Return the place of the first op that is not fused among a tensor's readers and the ops that depend on them.
+        """Return the place of the first product among a tensor's readers and the ops that depend on them.
 
-        Only ops up to the last reader are looked at; its place is returned if all of them are fused. ``readers``: places in
-        ``forward``, ascending; ``place_of``: the place of each op there.
+        A product is an op that is not fused; a place is an index into ``forward``. Only ops up to the last reader are looked
+        at; its place is returned if all of them are fused. ``readers``: their places, ascending; ``place_of``: the place of
+        each op.
         """
-        waiting, seen = list(readers), set(readers)  # a sorted list is a heap
+        waiting = list(readers)  # a sorted list is a heap
+        seen = set(readers)
         last_reader = readers[-1]
         while waiting:
             place = heappop(waiting)
@@ -478,7 +533,7 @@ class _Fuser:
 
 
 def _flags(values: Iterable[bool]) -> Flags:
-    """Return (n,) the values as an array, also of none."""
+    """Return (n,) the values as an array of bool, which it is for no values, too."""
     return np.array(list(values), dtype=bool)
 
 
@@ -514,11 +569,12 @@ def _uses_channels_last(graph: Graph) -> bool:
     if not is_convolution.any() or (graph.kind == COMPUTE).sum() >= _NODES_EACH * is_convolution.sum():
         return False
     # Of one group: its output channels, and its input channels times the filter's taps.
-    groups, _, outputs, taps = graph.gemm[is_convolution].T
+    groups, _, outputs, inputs_by_taps = graph.gemm[is_convolution].T
     is_grouped = (groups > 1) & (outputs > 1)
     if graph.mode == "inference":
         grouped_share = graph.flops[is_convolution][is_grouped].sum() / graph.flops[is_convolution].sum()
         return bool(_GROUPED_COST * grouped_share + _OTHER_COST * (1.0 - grouped_share) <= 1.0)
     # A narrowing convolution is a filter of 3 x 3 that makes at most half as many channels as it reads.
-    is_narrowing, is_small = taps >= 2 * _TAPS * outputs, (outputs * groups <= _SMALL) & (taps <= _TAPS * _SMALL)
+    is_narrowing = inputs_by_taps >= 2 * _TAPS * outputs
+    is_small = (outputs * groups <= _SMALL) & (inputs_by_taps <= _TAPS * _SMALL)
     return not bool((is_grouped | is_narrowing).any() or is_small.all())

@@ -1,14 +1,17 @@
 """Fitting the constants of the cost model to measured steps, with the known constants as the prior. Start at :func:`fit`.
 
+A case is one measured step, a belief the constants with how far each may be off, and a setting something that adds the same
+seconds to several steps, such as a data loader. Logarithms are natural ones.
+
 Least squares of log(predicted / measured) over all cases, softened against outliers (soft L1), plus the squared distance of
 every constant from its prior in units of its standard deviation, so that a constant which the cases do not determine keeps its
 prior value. All constants are positive and fitted as logarithms. A kernel depends on one constant of each kind, so one
 difference per kind gives all slopes (Curtis, Powell and Reid, "On the estimation of sparse Jacobian matrices", 1974).
 
-:func:`update` fits a device's own constants to a user's measured rows, with the shipped constants as the prior. Few rows cannot
-tell the classes of kernels apart, so only the factors on matrix units, float32 units and memory, and the host's times, are
-fitted; the shares of single classes stay. The error of later predictions is estimated by cross-validation: each model, or of a
-single model each batch size, is predicted by a fit to the others.
+:func:`fit_device` fits a device's own constants to a user's measured rows, with the shipped constants as the prior. Few rows
+cannot tell the classes of kernels apart, so only the factors on matrix units, float32 units and memory, and the host's times,
+are fitted; the shares of single classes stay. The error of later predictions is estimated by cross-validation: each model, or
+of a single model each batch size, is predicted by a fit to the others.
 """
 
 from __future__ import annotations
@@ -63,11 +66,11 @@ class Case:
     count: Floats
     """(k,) how often each runs."""
     ops: int
-    """Ops that launch kernels; each takes the host ``issue_s``."""
+    """The number of ops that launch kernels; each takes the host ``issue_s``."""
     views: int
-    """Ops that do not, and take the host the share ``VIEW`` of that."""
+    """The number of ops that launch none, and take the host the share ``VIEW`` of that."""
     tensors: int
-    """Parameter tensors that are updated."""
+    """The number of parameter tensors that are updated."""
     generation: str
     """The device's architecture."""
     measured_s: float
@@ -93,12 +96,18 @@ class Belief:
     """By setting, the seconds that it adds to each step."""
 
     def spread_of(self, name: str) -> float:
-        """Return the standard deviation of the logarithm of the constant of a name; 0: the constant is fixed."""
-        return self.spread.get(name, self.spread.get(name.partition(":")[0], self.spread["*"]))
+        """Return the standard deviation of the logarithm of the constant with that name (:func:`names`).
+
+        0: the constant is fixed. The entry of ``spread`` for the whole name counts, else that for its part before ":", else
+        ``*``.
+        """
+        kind = name.partition(":")[0]
+        return self.spread.get(name, self.spread.get(kind, self.spread["*"]))
 
     def at(self, generation: str) -> Constants:
         """Return the constants with a generation's factors; factors of an unknown generation are 1."""
-        return replace(self.constants, units=dict(self.generations.get(generation, dict.fromkeys(UNITS, 1.0))))
+        factors = self.generations.get(generation, dict.fromkeys(UNITS, 1.0))
+        return replace(self.constants, units=dict(factors))
 
 
 def names(generations: Sequence[str], settings: Sequence[str] = ()) -> list[str]:
@@ -117,7 +126,10 @@ def names(generations: Sequence[str], settings: Sequence[str] = ()) -> list[str]
 
 
 def _to_vector(belief: Belief, generations: Sequence[str], settings: Sequence[str]) -> Floats:
-    """Return (constants,) the logarithms of a belief's constants, in the order of :func:`names`."""
+    """Return (constants,) the logarithms of a belief's constants, in the order of :func:`names` for the same arguments.
+
+    A generation or setting that the belief does not know gets the values with which a fit begins.
+    """
     constants = belief.constants
     values = [constants.arithmetic[n] for n in ARITHMETIC] + [constants.traffic[n] for n in TRAFFIC]
     values += [constants.feed[n] for n in FEED] + [constants.carried[n] for n in CARRIED]
@@ -173,6 +185,7 @@ class _Stack:
         self.settings = sorted(set(settings) - {""})
         self.setting = np.array([self.settings.index(name) if name else -1 for name in settings])
         """(cases,) the index of a case's setting in ``settings``; -1: it has none."""
+        # A fraction, because a view takes the host only a part of an op's time.
         self.issued = np.array([case.ops + VIEW * case.views for case in cases])
         """(cases,) how many ops the host issues, where a view counts as the share ``VIEW`` of one."""
         self.tensors = np.array([case.tensors for case in cases], dtype=np.float64)
@@ -180,10 +193,8 @@ class _Stack:
 
     def steps_s(self, belief: Belief) -> Floats:
         """Return (cases,) the predicted seconds of each step: its pass, its update per tensor, and what its setting adds."""
-        device_s, host_s = self.device_s(belief), self.host_s(belief)
-        predicted_s: Floats = (
-            _combine_host_and_device(device_s, host_s) + self._tensors_s(belief) + self._added_s(belief)
-        )
+        pass_s = _combine_host_and_device(self.device_s(belief), self.host_s(belief))
+        predicted_s: Floats = pass_s + self._tensors_s(belief) + self._added_s(belief)
         return predicted_s
 
     def device_s(self, belief: Belief) -> Floats:
@@ -196,81 +207,84 @@ class _Stack:
         return issued_s
 
     def slopes(self, belief: Belief) -> Floats:
-        """Return (cases, constants) the derivatives d log(seconds) / d log(constant), with constants as in :func:`names`.
-
-        Each kernel uses at most one constant of a kind, so all of a kind are raised together: one difference gives the slope
-        of every kernel, and their sums give that of every constant.
-        """
-        columns_count = len(names(self.generations, self.settings))
+        """Return (cases, constants) the derivatives d log(seconds) / d log(constant), with constants as in :func:`names`."""
+        column_names = names(self.generations, self.settings)
         constants = self._constants(belief)
         kernels_s = self._kernels_s(constants)
+        slopes = self._device_slopes(constants, kernels_s, len(column_names))
+        # By the chain rule, from the device's seconds to those of the pass.
+        device_s, host_s = self._per_case(kernels_s), self.host_s(belief)
+        pass_s = _combine_host_and_device(device_s, host_s)
+        raised_device_pass_s = _combine_host_and_device(device_s * (1.0 + _STEP), host_s)
+        slopes *= ((raised_device_pass_s - pass_s) / (_STEP * device_s))[:, None]
+        # The constants of the host, each of which has a column of its own.
+        raised_host_pass_s = _combine_host_and_device(device_s, host_s * (1.0 + _STEP))
+        slopes[:, column_names.index("issue_s")] += (raised_host_pass_s - pass_s) / _STEP
+        tensors_s = self._tensors_s(belief)
+        slopes[:, column_names.index("update_s")] += tensors_s
+        added_s = self._added_s(belief)
+        if self.settings:  # the last columns; a case without a setting adds 0 to the first of them
+            setting_column = len(column_names) - len(self.settings) + np.maximum(self.setting, 0)
+            slopes[np.arange(len(host_s)), setting_column] += added_s
+        # From d seconds to d log(seconds).
+        slopes /= (pass_s + tensors_s + added_s)[:, None]
+        return slopes
+
+    def _device_slopes(self, constants: Constants, kernels_s: Floats, columns_count: int) -> Floats:
+        """Return (cases, columns) the derivatives d (device's seconds) / d log(constant), with columns as in :func:`names`.
+
+        Each kernel uses at most one constant of a kind, so all of a kind are raised together: one difference gives the slope
+        of every kernel, and their sums give that of every constant. ``kernels_s`` (kernels,): seconds with ``constants``.
+        """
         flat = np.zeros(len(self.issued) * columns_count)
         for raised, column in self._raise_by_kind(constants):
             slope = (self._kernels_s(raised) - kernels_s) / _STEP
             is_nonzero = (column >= 0) & (slope != 0.0)
             flat_index = self.case[is_nonzero] * columns_count + column[is_nonzero]
             flat += np.bincount(flat_index, weights=slope[is_nonzero], minlength=len(flat))
-        slopes = flat.reshape(-1, columns_count)
-        # By the chain rule from the device's seconds to those of the pass; then the constants of the host. The last division,
-        # by the step's seconds, turns d seconds into d log(seconds).
-        device_s, host_s = self._per_case(kernels_s), self.host_s(belief)
-        pass_s, case_index = _combine_host_and_device(device_s, host_s), np.arange(len(host_s))
-        slopes *= ((_combine_host_and_device(device_s * (1.0 + _STEP), host_s) - pass_s) / (_STEP * device_s))[:, None]
-        column_of = {name: column for column, name in enumerate(names(self.generations, self.settings))}
-        slopes[:, column_of["issue_s"]] += (_combine_host_and_device(device_s, host_s * (1.0 + _STEP)) - pass_s) / _STEP
-        tensors_s = self._tensors_s(belief)
-        slopes[:, column_of["update_s"]] += tensors_s
-        added_s = self._added_s(belief)
-        if self.settings:  # the last columns; a case without a setting adds 0 to the first of them
-            slopes[case_index, columns_count - len(self.settings) + np.maximum(self.setting, 0)] += added_s
-        slopes /= (pass_s + tensors_s + added_s)[:, None]
-        return slopes
+        return flat.reshape(-1, columns_count)
 
     def _raise_by_kind(self, constants: Constants) -> Iterator[tuple[Constants, NDArray[np.intp]]]:
-        """Yield, by kind, constants with all of that kind raised by ``_STEP``, and (kernels,) the column each kernel uses.
+        """Yield, for each kind of constants, (constants with all of that kind raised by ``_STEP``, column of each kernel).
 
-        Columns are indices into :func:`names`; -1: the kernel uses no constant of the kind. The kinds are the shares of
-        arithmetic and of traffic, ``feed``, ``carried``, each scalar of kernels, and each unit's factors.
+        Columns (kernels,) are indices into :func:`names`: that of the constant which the kernel uses; -1: it uses none of the
+        kind. The kinds are, in the order of their columns, the shares of arithmetic and of traffic, ``feed``, ``carried``, each
+        scalar of kernels, and each unit's factors.
         """
         factor = 1.0 + _STEP
-        arithmetic_of = self.demand.arithmetic_of
-        raised_shares = {name: share * factor for name, share in constants.arithmetic.items()}
-        yield replace(constants, arithmetic=raised_shares), arithmetic_of
-        raised_shares = {name: share * factor for name, share in constants.traffic.items()}
-        yield replace(constants, traffic=raised_shares), len(ARITHMETIC) + self.demand.traffic_of
-        feed_index = np.array([FEED.index(name) if name in FEED else -1 for name in ARITHMETIC])[arithmetic_of]
+
+        def raised(values: Mapping[str, float]) -> dict[str, float]:
+            """Return all values raised by ``_STEP``."""
+            return {name: value * factor for name, value in values.items()}
+
+        arithmetic_of, traffic_of = self.demand.arithmetic_of, self.demand.traffic_of
+        yield replace(constants, arithmetic=raised(constants.arithmetic)), arithmetic_of
+        yield replace(constants, traffic=raised(constants.traffic)), len(ARITHMETIC) + traffic_of
         first_column = len(ARITHMETIC) + len(TRAFFIC)
-        raised_shares = {name: share * factor for name, share in constants.feed.items()}
-        yield (
-            replace(constants, feed=raised_shares),
-            np.where((arithmetic_of >= 0) & (feed_index >= 0), first_column + feed_index, -1),
-        )
+        feed_index = np.array([FEED.index(name) if name in FEED else -1 for name in ARITHMETIC])[arithmetic_of]
+        is_fed = (arithmetic_of >= 0) & (feed_index >= 0)
+        yield replace(constants, feed=raised(constants.feed)), np.where(is_fed, first_column + feed_index, -1)
         first_column += len(FEED)
-        raised_shares = {name: share * factor for name, share in constants.carried.items()}
-        carried_index = np.array([CARRIED.index(name) if name in CARRIED else -1 for name in TRAFFIC])[
-            self.demand.traffic_of
-        ]
-        yield (
-            replace(constants, carried=raised_shares),
-            np.where(carried_index >= 0, first_column + carried_index, -1),
-        )
+        carried_index = np.array([CARRIED.index(name) if name in CARRIED else -1 for name in TRAFFIC])[traffic_of]
+        carried_column = np.where(carried_index >= 0, first_column + carried_index, -1)
+        yield replace(constants, carried=raised(constants.carried)), carried_column
         first_column += len(CARRIED)
         for name in _SCALARS[:3]:  # kernels do not depend on the host's two
             raised_constants = replace(constants, **{name: getattr(constants, name) * factor})
             yield raised_constants, np.full(len(self.case), first_column + _SCALARS.index(name))
         first_column += len(_SCALARS)
-        factor_offset = len(UNITS) * self.generation[self.case]
+        generation_column = first_column + len(UNITS) * self.generation[self.case]  # of the first unit
         for unit_index, unit in enumerate(UNITS):
             units = {**constants.units, unit: constants.units[unit] * factor}
-            yield replace(constants, units=units), first_column + factor_offset + unit_index
+            yield replace(constants, units=units), generation_column + unit_index
 
     def _constants(self, belief: Belief) -> Constants:
         """Return the belief's constants for all kernels at once: ``units`` are arrays (kernels,), by each one's generation."""
         units_by_generation = [belief.at(name).units for name in self.generations]
-        case_factors = {
-            unit: np.array([units[unit] for units in units_by_generation])[self.generation] for unit in UNITS
+        generation_of_kernel = self.generation[self.case]
+        units = {
+            unit: np.array([factors[unit] for factors in units_by_generation])[generation_of_kernel] for unit in UNITS
         }
-        units = {unit: factors[self.case] for unit, factors in case_factors.items()}
         return replace(belief.constants, units=units)  # type: ignore[arg-type]
 
     def _kernels_s(self, constants: Constants) -> Floats:
@@ -340,11 +354,11 @@ def fit(cases: Sequence[Case], prior: Belief, *, first: Belief | None = None, ro
     if not cases:
         raise ValueError("no cases to fit")
     stack = _Stack(cases)
-    groups = stack.generations, stack.settings
-    prior_logs = _to_vector(prior, *groups)
-    first_logs = prior_logs if first is None else _to_vector(first, *groups)
-    spread = np.array([prior.spread_of(name) for name in names(*groups)])
-    measured = np.log([case.measured_s for case in cases])
+    generations, settings = stack.generations, stack.settings
+    prior_logs = _to_vector(prior, generations, settings)
+    first_logs = prior_logs if first is None else _to_vector(first, generations, settings)
+    spread = np.array([prior.spread_of(name) for name in names(generations, settings)])
+    measured_logs = np.log([case.measured_s for case in cases])
     weights = np.array([case.weight / case.error for case in cases])
     is_free = spread > 0
 
@@ -352,15 +366,18 @@ def fit(cases: Sequence[Case], prior: Belief, *, first: Belief | None = None, ro
         """Return the belief with these logarithms (free,) of the constants that are not fixed."""
         all_logs = prior_logs.copy()
         all_logs[is_free] = logs
-        return _from_vector(all_logs, *groups, prior)
+        return _from_vector(all_logs, generations, settings, prior)
 
     def errors(belief: Belief) -> Floats:
         """Return (cases,) log(predicted / measured), in units of the error that is expected."""
-        weighted: Floats = (np.log(stack.steps_s(belief)) - measured) * weights
+        weighted: Floats = (np.log(stack.steps_s(belief)) - measured_logs) * weights
         return weighted
 
     def residuals(logs: Floats) -> Floats:
-        """Return (cases + free,) the softened errors and the distances from the prior, whose squares are summed."""
+        """Return (cases + free,) what the solver sums the squares of: softened errors, then distances from the prior.
+
+        ``logs`` (free,): the logarithms of the constants that are not fixed.
+        """
         weighted_errors = errors(belief_at(logs))
         # Soft L1: half the square of this is sqrt(1 + error^2) - 1, which grows like the error itself where it is large.
         soft_errors = np.sign(weighted_errors) * np.sqrt(2.0 * (np.sqrt(1.0 + weighted_errors**2) - 1.0))
@@ -368,7 +385,7 @@ def fit(cases: Sequence[Case], prior: Belief, *, first: Belief | None = None, ro
         return weighted
 
     def jacobian(logs: Floats) -> Floats:
-        """Return (cases + free, free) the derivatives of the residuals by the logarithms."""
+        """Return (cases + free, free) the derivatives of the residuals by ``logs`` (free,)."""
         belief = belief_at(logs)
         roots = np.sqrt(1.0 + errors(belief) ** 2)
         # The derivative of the softened error by the error e, with r = sqrt(1 + e^2): sqrt((1 + r) / 2) / r.
@@ -380,7 +397,7 @@ def fit(cases: Sequence[Case], prior: Belief, *, first: Belief | None = None, ro
 
 
 OWN = "own"
-"""The generation of a calibrated device's cases: its own."""
+"""The name of the generation of a calibrated device's cases, which has no other device."""
 # Standard deviations of logarithms: of a device's factors around its generation's, and of a user's host around that of the
 # measurements. Between GPUs of one generation the fitted factors differ by up to a third, between hosts by more.
 SPREAD: Mapping[str, float] = {"*": 0.0, **dict.fromkeys(UNITS, 0.3), "start_s": 0.2, "issue_s": 0.5, "update_s": 0.5}
@@ -450,8 +467,9 @@ def fit_device(
     cases = [_case_of(graph_of(step.model, step.batch), model, step, step_models.count(step.model)) for step in steps]
     prior = prior_of(model)
     posterior = refit(cases, prior)
-    measured = np.array([step.seconds for step in steps])
-    before_ratios, after_ratios = steps_s(cases, prior) / measured, steps_s(cases, posterior) / measured
+    measured_s = np.array([step.seconds for step in steps])
+    before_ratios = steps_s(cases, prior) / measured_s
+    after_ratios = steps_s(cases, posterior) / measured_s
     _demand_plausible(model, prior, posterior, after_ratios, source)
     fitted = DeviceFit(
         units=dict(posterior.generations[OWN]),
@@ -481,19 +499,24 @@ def merged(rows: Sequence[MeasuredStep]) -> list[MeasuredStep]:
 def _case_of(graph: Graph, model: CostModel, step: MeasuredStep, model_steps: int) -> Case:
     """Return a measured step as a case for the fit.
 
-    ``graph``: the step's, traced at its batch size. ``model_steps``: measured steps of the same model, which share a weight.
+    ``graph``: the step's, traced at its batch size. ``model``: the cost model of the device before the fit. ``model_steps``:
+    how many measured steps there are of the same neural network, which share a weight.
     """
-    kernels, updating = kernels_of(graph), update_of(graph, step.optimizer).kernels  # of the pass, and of the update
+    pass_kernels = kernels_of(graph)
+    update_kernels = update_of(graph, step.optimizer).kernels
     precision = str(graph.meta.get("precision", "fp32"))
-    launching = len(np.unique(kernels.op))
+    pass_demand = demand_of(pass_kernels, model.device, precision=precision)
+    launching_ops = len(np.unique(pass_kernels.op))
     # Going through the tensors of an update is counted as so many issued ops, so that it scales with the host's speed.
-    tensors = len(graph.of_kind(SEND)) * model.constants.update_s / model.constants.issue_s if len(updating) else 0
+    tensors_as_ops = 0.0
+    if len(update_kernels):
+        tensors_as_ops = len(graph.of_kind(SEND)) * model.constants.update_s / model.constants.issue_s
     return Case(
-        demand=demand_of(kernels, model.device, precision=precision).then(demand_of(updating, model.device)),
-        count=np.ones(len(kernels) + len(updating)),
-        ops=launching + len(updating) + round(tensors),
-        views=int((graph.kind == COMPUTE).sum()) - launching,
-        tensors=0,
+        demand=pass_demand.then(demand_of(update_kernels, model.device)),
+        count=np.ones(len(pass_kernels) + len(update_kernels)),
+        ops=launching_ops + len(update_kernels) + round(tensors_as_ops),
+        views=int((graph.kind == COMPUTE).sum()) - launching_ops,
+        tensors=0,  # they are counted as ops
         generation=OWN,
         measured_s=step.seconds,
         weight=min(1.0, math.sqrt(_FEW / model_steps)),
@@ -510,9 +533,11 @@ def prior_of(model: CostModel) -> Belief:
 def refit(cases: Sequence[Case], prior: Belief) -> Belief:
     """Return ``prior`` updated by the cases of one device, with its factors bounded by the datasheet.
 
-    The generation of all cases is ``OWN``. A factor that exceeds its bound is fixed at it, and the others are fitted again.
+    The generation of all cases is ``OWN``. No factor may say that kernels exceed the datasheet: one that would is fixed at its
+    bound, and the others are fitted again.
     """
     constants, prior_factors = prior.constants, prior.generations[OWN]
+    # The share of the datasheet that the main class of kernels of each unit reaches with a factor of 1.
     reached_shares = {
         "tensor": constants.arithmetic["matrix_product/tensor"],
         "vector": constants.arithmetic["matrix_product/vector"],
@@ -521,7 +546,7 @@ def refit(cases: Sequence[Case], prior: Belief) -> Belief:
     # A generation's shipped factors may exceed the bound, for large caches and libraries that compute less than is asked for.
     largest_factors = {unit: max(prior_factors[unit], _MOST[unit] / reached_shares[unit]) for unit in UNITS}
     posterior = fit(cases, prior)
-    for _ in UNITS:  # each round fixes at least one of the factors
+    for _ in UNITS:  # each round fixes at least one of the factors, so that there are no more rounds than units
         bounded_factors = {
             unit: largest_factors[unit] for unit in UNITS if posterior.generations[OWN][unit] > largest_factors[unit]
         }
@@ -536,9 +561,10 @@ def refit(cases: Sequence[Case], prior: Belief) -> Belief:
 
 
 def residuals_after(cases: Sequence[Case], models: Sequence[str], prior: Belief, before: Residuals) -> Residuals:
-    """Return the range of measured / predicted after a fit to ``cases``; ``before``: the range without it.
+    """Return the range of measured / predicted after a fit to ``cases``, in which 80 % of later steps are expected.
 
-    ``models``: the model of each case. The logarithms of both sides of the range are scaled by one factor, ``s / s0``. With
+    ``models``: the name of each case's neural network. ``prior``: the belief before the fit. ``before``: the range before it.
+    The logarithms of both sides of that range are scaled by one factor, ``s / s0``. With
     ``s0`` the standard deviation of ``before``, ``r`` the root mean square of the left-out errors (every model weighs the
     same) and ``k`` models beside the first,
 
@@ -573,23 +599,27 @@ def residuals_after(cases: Sequence[Case], models: Sequence[str], prior: Belief,
 
 
 def _leave_out_errors(cases: Sequence[Case], models: Sequence[str], prior: Belief) -> Floats:
-    """Return (cases,) log(predicted / measured) of each case under a fit to the other folds (cross-validation).
+    """Return (cases,) log(predicted / measured) of each case under a fit to the cases of all other folds (cross-validation).
 
-    Folds hold whole models; with one model only, single steps. A single case is predicted by the prior.
+    All steps of a model are in one fold; with one model only, each step may be in another. A single case is predicted by the
+    prior. ``models``: the name of each case's neural network.
     """
     has_several_models = len(set(models)) > 1
     # What a fold holds as a whole: the steps of a model, or with one model a single step.
     groups = list(models) if has_several_models else [str(case_index) for case_index in range(len(cases))]
     fold_of = {group: fold_index % _FOLDS for fold_index, group in enumerate(dict.fromkeys(groups))}
     fold = np.array([fold_of[group] for group in groups])
-    measured = np.log([case.measured_s for case in cases])
-    errors: Floats = np.log(steps_s(cases, prior)) - measured
-    for fold_index in set(fold_of.values()) if len(cases) > 1 else ():
-        training_cases = [case for case, case_fold in zip(cases, fold, strict=True) if case_fold != fold_index]
-        held_out_cases = [case for case, case_fold in zip(cases, fold, strict=True) if case_fold == fold_index]
-        errors[fold == fold_index] = (
-            np.log(steps_s(held_out_cases, refit(training_cases, prior))) - measured[fold == fold_index]
-        )
+    measured_logs = np.log([case.measured_s for case in cases])
+    if len(cases) == 1:
+        single_errors: Floats = np.log(steps_s(cases, prior)) - measured_logs
+        return single_errors
+    errors = np.zeros(len(cases))
+    for fold_index in set(fold_of.values()):
+        is_held_out = fold == fold_index
+        training_cases = [case for case, held_out in zip(cases, is_held_out, strict=True) if not held_out]
+        held_out_cases = [case for case, held_out in zip(cases, is_held_out, strict=True) if held_out]
+        predicted_s = steps_s(held_out_cases, refit(training_cases, prior))
+        errors[is_held_out] = np.log(predicted_s) - measured_logs[is_held_out]
     return errors
 
 
@@ -599,9 +629,16 @@ def _deviation(residuals: Residuals) -> float:
 
 
 def _demand_plausible(model: CostModel, prior: Belief, found: Belief, after: Floats, source: str) -> None:
-    """Raise InputError if half of the steps stay far off, or a unit's factor lies ``_FAR`` deviations from the prior's.
+    """Raise InputError if the measured rows cannot be of the model's device.
 
-    The rows are then of another device, unit or precision. ``after`` (steps,): predicted / measured after the fit.
+    They are not if half of the steps stay far off after the fit, or if a unit's factor moved by more than ``_FAR`` standard
+    deviations: the rows are then of another device, unit of time or precision.
+
+    Args:
+        model: the cost model of the device before the fit.
+        prior, found: the beliefs before and after the fit.
+        after: (steps,) predicted / measured after the fit.
+        source: the name of the rows, for the error.
     """
     remedy = (
         "check that step_time_s is in seconds, and that device, precision, optimizer and model are those of the rows"

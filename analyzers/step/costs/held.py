@@ -1,4 +1,8 @@
-"""The bytes that one process holds at every place of a step's program, by part: their peak, and what an allocator reserves."""
+"""The bytes that one process holds at every place of a step's program, by part: their peak, and what an allocator reserves.
+
+A place is the index of a node of the program. A part is what tensors are for: "parameters", "gradients", "activations",
+"optimizer" (its states), "updating" (what the update makes for itself), and the buffers of DDP and FSDP.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,14 @@ from ddltool.arrays import Floats, Ints
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peak:
-    """The most bytes held at one time, in all and by part; ``curve`` (places,): the bytes held at every place."""
+    """The most bytes held at one place of a program."""
 
     total_bytes: float
+    """All bytes held at that place."""
     parts: dict[str, float]
+    """Of these, the bytes of each part."""
     curve: Floats
+    """(places,) the bytes held at every place, all parts together."""
 
 
 class Held:
@@ -34,7 +41,8 @@ class Held:
     def add(self, part: str, start: Ints | int, end: Ints | int, size: Floats | float) -> None:
         """Add ``size`` bytes to a part over the places ``start`` to ``end - 1``, clipped to the program.
 
-        Each entry of the arguments, which are broadcast, is one tensor.
+        Each entry of the arguments, which are broadcast to one shape, is one tensor: an array of sizes with two numbers for
+        ``start`` and ``end`` adds several tensors that live equally long. ``part``: a new name, or that of an existing part.
         """
         if part not in self._change:
             self._change[part] = np.zeros(self.places + 1)
@@ -46,7 +54,7 @@ class Held:
         self._spans.append((part, starts.ravel(), ends.ravel(), sizes.ravel()))
 
     def curves(self) -> dict[str, Floats]:
-        """Return the bytes (places,) of each part."""
+        """Return, by part, (places,) the bytes held at every place."""
         return {part: np.cumsum(change)[:-1] for part, change in self._change.items()}
 
     def peak(self) -> Peak:
@@ -67,7 +75,7 @@ class Held:
         """
         lasting: list[float] = []
         from_second_step: list[float] = []  # the optimizer's states: the first update makes them
-        spans: list[tuple[int, int, float]] = []
+        spans: list[tuple[int, int, float]] = []  # (place made, place freed, bytes) of all other tensors
         for part, starts, ends, sizes in self._spans:
             is_held = (ends > starts) & (sizes > 0)
             is_lasting = is_held & (starts == 0) & (ends == self.places)

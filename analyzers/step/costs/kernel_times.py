@@ -1,5 +1,8 @@
 """The time of a kernel on a device: a roofline whose ceilings are the shares of the datasheet that kernels reach.
 
+Three things are computed for each kernel: its arithmetic, its traffic (the bytes that it reads and writes), and what limits a
+multiprocessor beside both. "Matrix units" are tensor cores, "float32 units" or "vector" the ordinary ones.
+
 A kernel takes ``start + max(arithmetic, traffic)``, softened where both are alike (Williams et al., "Roofline", CACM 2009).
 Arithmetic is a matrix product cut into tiles that fill the multiprocessors in waves (the idea of NeuSight, ASPLOS 2025:
 utilisation by tile, bounded by the roofline). Convolutions, attention and recurrent layers are also limited by what their
@@ -119,9 +122,11 @@ _PASS = "grouped_convolution/channels_last/pass"
 
 
 def _names() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return (names of all shares of arithmetic, names of all shares of traffic), such as "convolution/channels_last".
+    """Return (names of all shares of arithmetic, names of all shares of traffic), such as "convolution/tensor/channels_last".
 
-    A name is a class of kernels, followed by what else its share depends on: the unit, the layout, the alignment.
+    A name stands for one calibrated constant. It is a class of kernels, followed by what else its share of the datasheet's rate
+    depends on: the unit that computes ("tensor" or "vector"), the memory layout, the alignment. Grouped and depthwise
+    convolutions are in both, because their arithmetic and their traffic add up.
     """
     arithmetic = [f"{name}/{unit}" for name in _PRODUCTS[1:] for unit in ("tensor", "vector")]
     arithmetic += [f"convolution/{unit}" for unit in ("tensor/channels_first", "tensor/channels_last", "vector")]
@@ -144,13 +149,15 @@ def _names() -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 ARITHMETIC, TRAFFIC = _names()
+# Names of ARITHMETIC whose kernels are limited, too, by what their instructions can feed the units per cycle.
 FEED = tuple(
     name
     for name in ARITHMETIC
     if name in _MISALIGNED
     or (("/tensor" in name or name.endswith("/vector")) and not name.startswith("matrix_product"))
 )
-# Classes that are no products; for products, what a multiprocessor can move is part of FEED.
+# Names of TRAFFIC whose kernels are limited, too, by what a multiprocessor can load and store per cycle: classes that are no
+# products; for products, that limit is part of FEED.
 CARRIED = tuple(
     name for name in TRAFFIC if not name.startswith((*_PRODUCTS, "grouped_convolution", "depthwise_convolution"))
 )
@@ -181,7 +188,7 @@ class Constants:
     turn_s: float
     """Seconds between two steps of a recurrent layer, which wait for each other."""
     units: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(UNITS, 1.0))
-    """Factors of the device's generation on the shares: matrix units, float32 units, memory."""
+    """Factors of the device's generation on the shares: of "tensor" (matrix units), "vector" (float32 units), "memory"."""
 
 
 # For a CPU, or any device that reaches its datasheet's rates: launches and the host take no time.
@@ -200,7 +207,10 @@ DATASHEET = Constants(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Demand:
-    """The work of ``k`` kernels in seconds of one device at its datasheet rates, before the shares that kernels reach."""
+    """The work of ``k`` kernels in seconds of one device at its datasheet rates; :func:`seconds` makes times of it.
+
+    It does not depend on the calibrated constants, so that a fit computes it only once.
+    """
 
     arithmetic_s: Floats
     """(k,) seconds at peak, with tiles and waves."""
@@ -209,13 +219,15 @@ class Demand:
     on_tensor: Flags
     """(k,) whether the peak is that of matrix units."""
     fed_s: Floats
-    """(k,) seconds at one operation per cycle and multiprocessor; 0 for kernels that are no products, or unknown clocks."""
+    """(k,) seconds of the operations at one per cycle and multiprocessor, which is divided by how many operations per cycle the
+    instructions can feed the units for; 0 for kernels that are no products, or unknown clocks."""
     traffic_s: Floats
     """(k,) seconds at full bandwidth."""
     traffic_of: NDArray[np.intp]
     """(k,) index into TRAFFIC."""
     carried_s: Floats
-    """(k,) seconds at one byte per cycle and multiprocessor; 0 where clocks are unknown, and where ``rows_s`` says more."""
+    """(k,) seconds of the bytes at one per cycle and multiprocessor; 0 where clocks are unknown, and where ``rows_s`` includes
+    the loads."""
     cached: Floats
     """(k,) part of the traffic that the last cache could hold, 0 to 1."""
     turns: Floats
@@ -237,89 +249,102 @@ def demand_of(
     """Return the demand of the kernels on a device: their work in seconds at its datasheet rates. O(k).
 
     The work of products includes the padding to tiles and the idle part of the last wave; clocks are those that the power
-    limit allows. ``precision``: a name as in :class:`Numerics`. ``brief``: the kernels run alone for milliseconds, so that
-    matrix units keep the boost clock. ``cudnn``: its version; before 9 kernels are those of torch 1.12. If a device's clock or
-    number of multiprocessors is unknown (0), terms that depend on them are 0.
+    limit allows. If a device's clock or number of multiprocessors is unknown (0), terms that depend on them are 0.
+
+    Args:
+        kernels: k kernels that run one after another.
+        device: the device with its datasheet.
+        precision: a name as in :class:`Numerics`; it decides whether float32 products use TF32.
+        brief: the kernels run alone for milliseconds, too short for the power limit, so that matrix units keep the boost clock.
+        cudnn: the version of cuDNN; before 9, kernels are those of torch 1.12.
     """
     grouped = _GroupedKernels.on(device, kernels, cudnn)
     kernels = grouped.with_dense(kernels)
     peak, on_tensor = _peaks(kernels, device, precision)
-    matrix_clock = (
-        1.0 if brief else sustained(device, matrix=True, share=_share_of_products(kernels, device, peak, on_tensor))
-    )
-    clock_share = np.where(on_tensor, matrix_clock, sustained(device, matrix=False))
+    vector_clock = sustained(device, matrix=False)
+    matrix_clock = 1.0
+    if not brief:
+        matrix_clock = sustained(device, matrix=True, share=_share_of_products(kernels, device, peak, on_tensor))
+    clock_share = np.where(on_tensor, matrix_clock, vector_clock)
     peak *= clock_share
-    grouped_peak = sustained(device, matrix=False) * (
-        _ISSUED * device.multiprocessors * device.clock_hz or device.peak_flops["float32"]
-    )
     is_grouped = (kernels.kind == CLASS["grouped_convolution"]) | (kernels.kind == CLASS["depthwise_convolution"])
-    has_shape = kernels.gemm[:, 1] > 0
-    is_tiled = (
-        has_shape
-        & (device.multiprocessors > 0)
-        & ~is_grouped
-        & (kernels.kind != CLASS["attention"])
-        & (kernels.kind != CLASS["recurrent"])
-    )
-    times = grouped.times
-    flops = times * kernels.flops
-    # A tile's start and end take as long as so many steps of its inner loop: operations in _EDGE cycles over those of a step.
-    edge_steps = (
-        _EDGE * peak / (2.0 * _TILES[0][0] * _TILES[0][1]) / (device.multiprocessors * device.clock_hz or np.inf)
-    )
-    flops[is_tiled] = times[is_tiled] * tiled_flops(
-        kernels.gemm[is_tiled], device.multiprocessors, edge_steps[is_tiled]
-    )
-    is_recurrent = has_shape & (device.multiprocessors > 0) & (kernels.kind == CLASS["recurrent"])
-    if is_recurrent.any():  # the steps run one after another: each alone fills the device, or does not
-        one_turn = kernels.gemm[is_recurrent] * [0.0, 1.0, 1.0, 1.0] + [1.0, 0.0, 0.0, 0.0]  # with a count of 1
-        flops[is_recurrent] *= tiled_flops(one_turn, device.multiprocessors, edge_steps[is_recurrent]) / (
-            2.0 * one_turn.prod(axis=1)
-        )
+    grouped_peak = vector_clock * (_ISSUED * device.multiprocessors * device.clock_hz or device.peak_flops["float32"])
     arithmetic_of, traffic_of = _index_constants(kernels, on_tensor)
-    arithmetic_of[grouped.is_pass], traffic_of[grouped.is_pass] = -1, _TRAFFIC[_PASS]
-    is_torch_weights = arithmetic_of == _ARITHMETIC["depthwise_convolution/channels_first/torch/weights"]
-    blocks = kernels.gemm[is_torch_weights, 0] * kernels.gemm[is_torch_weights, 2]
-    flops[is_torch_weights] *= np.maximum(1.0, _FILLING * device.multiprocessors / np.maximum(blocks, 1.0))
+    arithmetic_of[grouped.is_pass] = -1
+    traffic_of[grouped.is_pass] = _TRAFFIC[_PASS]
     is_product = arithmetic_of >= 0
-    least_bytes = np.maximum(kernels.moved_bytes, 1.0)
+    flops = grouped.times * _occupied_flops(kernels, device, peak, arithmetic_of)
+    # Attention is fed as if every head had _SCORE_COLUMNS columns.
+    is_attention = (kernels.gemm[:, 1] > 0) & (kernels.kind == CLASS["attention"])
+    fed_flops = np.where(is_attention, flops * _SCORE_COLUMNS / np.maximum(kernels.gemm[:, 3], 1.0), flops)
     is_fed_by_itself = (kernels.kind == CLASS["convolution"]) & (device.branch in _WITH_WGMMA)
-    fed_flops = np.where(
-        has_shape & (kernels.kind == CLASS["attention"]),
-        flops * _SCORE_COLUMNS / np.maximum(kernels.gemm[:, 3], 1.0),
-        flops,
-    )
-    every_cycle = (
-        device.multiprocessors * device.clock_hz or np.inf
-    )  # of all multiprocessors, in a second at boost clock
-    cycles_per_s = clock_share * every_cycle
+    boost_cycles_per_s = device.multiprocessors * device.clock_hz or np.inf  # of all multiprocessors together
+    fed_s = fed_flops / (clock_share * boost_cycles_per_s) * (~is_grouped & is_product)
     traffic_s = _traffic_s(kernels, device)
     rows_s, is_carried = _beside_bytes(kernels, device, traffic_s)
     return Demand(
         arithmetic_s=np.where(is_product, flops / np.where(is_grouped, grouped_peak, peak), 0.0),
         arithmetic_of=arithmetic_of,
         on_tensor=on_tensor & ~is_grouped,
-        fed_s=fed_flops / cycles_per_s * (~is_grouped & is_product) / np.where(is_fed_by_itself, _FED_BY_ITSELF, 1.0),
-        traffic_s=np.where(grouped.is_pass, times, 1.0) * traffic_s,
+        fed_s=fed_s / np.where(is_fed_by_itself, _FED_BY_ITSELF, 1.0),
+        traffic_s=np.where(grouped.is_pass, grouped.times, 1.0) * traffic_s,
         traffic_of=traffic_of,
-        carried_s=np.where(is_carried, kernels.moved_bytes / every_cycle, 0.0),
-        cached=np.minimum(1.0, _KEPT * device.l2_bytes / least_bytes),
+        carried_s=np.where(is_carried, kernels.moved_bytes / boost_cycles_per_s, 0.0),
+        cached=np.minimum(1.0, _KEPT * device.l2_bytes / np.maximum(kernels.moved_bytes, 1.0)),
         turns=np.where(kernels.kind == CLASS["recurrent"], kernels.gemm[:, 0], 0.0),
-        rows_s=rows_s + grouped.tap_cycles / every_cycle,
+        rows_s=rows_s + grouped.tap_cycles / boost_cycles_per_s,
         serial=is_grouped,
     )
 
 
+# Classes whose products are not cut into tiles of one result.
+_UNTILED = [CLASS[name] for name in ("grouped_convolution", "depthwise_convolution", "attention", "recurrent")]
+
+
+def _occupied_flops(kernels: Kernels, device: Device, peak: Floats, arithmetic_of: NDArray[np.intp]) -> Floats:
+    """Return (k,) the operations that the device could do in the time for which each kernel occupies it.
+
+    They are more than the kernel's own where part of the device idles: in padded tiles, in a last wave that is partly filled,
+    and in kernels with too few blocks. ``peak`` (k,): FLOP/s that each kernel's units can reach. ``arithmetic_of`` (k,):
+    indices into ARITHMETIC. A device whose multiprocessors are unknown gets the kernels' own operations.
+    """
+    flops = kernels.flops.copy()
+    if not device.multiprocessors:
+        return flops
+    # A tile's start and end take as long as so many steps of its inner loop: operations in _EDGE cycles over those of a step.
+    largest_rows, largest_columns, _ = _TILES[0]
+    step_flops = 2.0 * largest_rows * largest_columns
+    edge_steps = _EDGE * peak / step_flops / (device.multiprocessors * device.clock_hz or np.inf)
+    has_shape = kernels.gemm[:, 1] > 0
+    is_tiled = has_shape & ~np.isin(kernels.kind, _UNTILED)
+    flops[is_tiled] = tiled_flops(kernels.gemm[is_tiled], device.multiprocessors, edge_steps[is_tiled])
+    is_recurrent = has_shape & (kernels.kind == CLASS["recurrent"])
+    if is_recurrent.any():  # the steps run one after another: each alone fills the device, or does not
+        one_step = kernels.gemm[is_recurrent].copy()
+        one_step[:, 0] = 1.0  # the count
+        step_tiled_flops = tiled_flops(one_step, device.multiprocessors, edge_steps[is_recurrent])
+        flops[is_recurrent] *= step_tiled_flops / (2.0 * one_step.prod(axis=1))
+    is_torch_weights = arithmetic_of == _ARITHMETIC["depthwise_convolution/channels_first/torch/weights"]
+    # A block of threads for each channel and tap.
+    blocks = kernels.gemm[is_torch_weights, 0] * kernels.gemm[is_torch_weights, 2]
+    flops[is_torch_weights] *= np.maximum(1.0, _FILLING * device.multiprocessors / np.maximum(blocks, 1.0))
+    return flops
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _GroupedKernels:
-    """Which of ``k`` kernels are grouped convolutions that today's cuDNN runs in other ways than the older one."""
+    """Which of ``k`` kernels are grouped convolutions in channels_last, and how cuDNN 9 runs each of them.
+
+    There are three ways: as a dense convolution, as a pass over memory, and by a general kernel that takes its time for every
+    tap of a filter. An older cuDNN, or a generation without kernels for it, does none of this: then all fields say "none".
+    """
 
     is_dense: Flags
     """(k,) those that run as dense ones."""
     is_pass: Flags
     """(k,) those that are bound by memory, or by the cycles below."""
     tap_cycles: Floats
-    """(k,) the cycles of all multiprocessors for the taps of those that have no kernel of their own; else 0."""
+    """(k,) the cycles of all multiprocessors for the taps of those that run in the general kernel; else 0."""
     times: Floats
     """(k,) how many times as long those take as their work says; 1 for all other kernels."""
 
@@ -328,44 +353,49 @@ class _GroupedKernels:
         """Return them for a device and a version of cuDNN; none for an older version, or an older generation."""
         is_here = (kernels.kind == CLASS["grouped_convolution"]) & kernels.is_channels_last
         is_here &= cudnn >= CUDNN and device.architecture in _WITH_OWN_KERNELS
+        groups = kernels.gemm[:, 0]
         channels = _group_channels(kernels)
-        is_power = 2.0 ** np.round(np.log2(np.maximum(channels, 1.0))) == channels
+        is_power_of_two = 2.0 ** np.round(np.log2(np.maximum(channels, 1.0))) == channels
         is_dense = is_here & (channels % _TILE_CHANNELS == 0)
-        is_few, is_tapped = is_here & ~is_dense & is_power, is_here & ~is_dense & ~is_power
-        is_forward, is_input, is_weights = (
-            kernels.direction == way for way in (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
-        )
-        groups, is_wide = kernels.gemm[:, 0], kernels.width > 2.0
-        positions = np.where(is_weights, kernels.gemm[:, 3], kernels.gemm[:, 1])
+        is_memory_pass = is_here & ~is_dense & is_power_of_two
+        is_by_taps = is_here & ~is_dense & ~is_power_of_two
+        is_forward = kernels.direction == FORWARD
+        is_input = kernels.direction == INPUT_GRADIENT
+        is_weights = kernels.direction == WEIGHT_GRADIENT
+        is_wide = kernels.width > 2.0  # float32
+        positions = np.where(is_weights, kernels.gemm[:, 3], kernels.gemm[:, 1])  # pixels of all output images
         # What goes in beside what comes out, as many elements where the stride is 1.
         is_strided = kernels.moved_bytes / kernels.width > 3.0 * groups * channels * positions
-        times = np.select(
-            [
-                is_dense & is_input & is_strided,
-                is_dense & is_input & (groups < _MANY_GROUPS),
-                is_dense & is_input,
-                is_dense & is_weights & is_wide,
-                is_few & is_forward & is_strided,
-                is_few & is_input & is_strided & ~is_wide,
-                is_few & is_input & is_strided,
-                is_few & is_weights & is_wide,
-                is_few & is_weights & (channels <= _FEWEST_CHANNELS),
-                is_tapped & is_strided,
-            ],
-            [*_DENSE_INPUT, _DENSE_WEIGHTS, *_STRIDED_PASS, *_PASS_WEIGHTS, _STRIDED_TAPS],
-            1.0,
+        strided_input, few_groups, many_groups = _DENSE_INPUT
+        pass_forward, pass_input, pass_input_wide = _STRIDED_PASS
+        pass_weights_wide, pass_weights_few = _PASS_WEIGHTS
+        slower = (  # the first condition that holds decides
+            (is_dense & is_input & is_strided, strided_input),
+            (is_dense & is_input & (groups < _MANY_GROUPS), few_groups),
+            (is_dense & is_input, many_groups),
+            (is_dense & is_weights & is_wide, _DENSE_WEIGHTS),
+            (is_memory_pass & is_forward & is_strided, pass_forward),
+            (is_memory_pass & is_input & is_strided & ~is_wide, pass_input),
+            (is_memory_pass & is_input & is_strided, pass_input_wide),
+            (is_memory_pass & is_weights & is_wide, pass_weights_wide),
+            (is_memory_pass & is_weights & (channels <= _FEWEST_CHANNELS), pass_weights_few),
+            (is_by_taps & is_strided, _STRIDED_TAPS),
         )
+        times = np.select([condition for condition, _ in slower], [factor for _, factor in slower], 1.0)
         # Elements written and taps of each: the operations (two for a channel of the group) over its channels.
-        tap_cycles = np.where(is_tapped, times * _TAP_CYCLES * kernels.flops / (2.0 * np.maximum(channels, 1.0)), 0.0)
-        return cls(is_dense=is_dense, is_pass=is_few | is_tapped, tap_cycles=tap_cycles, times=times)
+        tap_cycles = np.where(is_by_taps, times * _TAP_CYCLES * kernels.flops / (2.0 * np.maximum(channels, 1.0)), 0.0)
+        return cls(is_dense=is_dense, is_pass=is_memory_pass | is_by_taps, tap_cycles=tap_cycles, times=times)
 
     def with_dense(self, kernels: Kernels) -> Kernels:
-        """Return the kernels with those that run as dense ones in their class."""
+        """Return the kernels with those that run as dense convolutions moved into the class of these."""
         return replace(kernels, kind=np.where(self.is_dense, CLASS["convolution"], kernels.kind).astype(np.int8))
 
 
 def _group_channels(kernels: Kernels) -> Floats:
-    """Return (k,) the output channels of a group, if the kernel is a grouped convolution's (with a filter of several taps)."""
+    """Return (k,) the output channels of a group, for kernels of grouped convolutions; for others it has no meaning.
+
+    The filter is taken to have several taps, so that the smaller of two sides of the product is that of the channels.
+    """
     gemm = kernels.gemm
     is_weights = kernels.direction == WEIGHT_GRADIENT
     channels: Floats = np.where(is_weights, gemm[:, 1], np.minimum(gemm[:, 2], gemm[:, 3]))
@@ -379,33 +409,38 @@ def _traffic_s(kernels: Kernels, device: Device) -> Floats:
 
 
 def _beside_bytes(kernels: Kernels, device: Device, traffic_s: Floats) -> tuple[Floats, Flags]:
-    """Return (k,) the seconds that norms and average pools take beside their bytes, and (k,) whether loads count as well.
+    """Return what limits norms and average pools beside their bytes: (seconds (k,), whether loads count as well (k,)).
 
-    They are those of rows, of channels, or of elements and their parts. Loads are in the cycles of the latter two already.
-    ``traffic_s`` (k,): see :func:`_traffic_s`; a pool's cycles beyond it count.
+    The seconds are those of the rows of layer norms, of the channels of batch norms in channels_first, and of the elements of
+    average pools; 0 for other kernels. The last two include the loads, which then do not count again (``Demand.carried_s``).
+    ``traffic_s`` (k,): the seconds of the bytes (:func:`_traffic_s`); of a pool only what exceeds them is returned.
     """
-    every_cycle = device.multiprocessors * device.clock_hz or np.inf
-    rows, of_each = kernels.gemm[:, 0], kernels.gemm[:, 3]
-    rows_s = np.where(kernels.kind == CLASS["row_normalisation"], rows * _ROW_CYCLES, 0.0) / every_cycle
+    cycles_per_s = device.multiprocessors * device.clock_hz or np.inf  # of all multiprocessors together
+    # Of a layer norm the rows, of a batch norm the channels, of a pool the elements written; and of how many elements each is.
+    rows, elements_each = kernels.gemm[:, 0], kernels.gemm[:, 3]
+    rows_s = np.where(kernels.kind == CLASS["row_normalisation"], rows * _ROW_CYCLES, 0.0) / cycles_per_s
     is_pool = (kernels.kind == CLASS["pooling"]) & (rows > 0)
-    way = np.where(kernels.direction == FORWARD, kernels.is_channels_last.astype(int), 2)
-    element_cycles, part_cycles = np.array(_POOL_CYCLES)[way].T
-    pools_s = rows * (element_cycles + part_cycles * of_each) / every_cycle
+    pool_case = np.where(kernels.direction == FORWARD, kernels.is_channels_last.astype(int), 2)  # into _POOL_CYCLES
+    written_cycles, read_cycles = np.array(_POOL_CYCLES)[pool_case].T
+    pools_s = rows * (written_cycles + read_cycles * elements_each) / cycles_per_s
     rows_s[is_pool] = np.maximum(0.0, pools_s - traffic_s)[is_pool]
     is_carried = ~is_pool
-    for name, (forward, backward) in _CHANNEL_CYCLES.items():
-        here = (kernels.kind == CLASS[name]) & ~kernels.is_channels_last & (rows > 0)
-        cycles = np.where(kernels.direction == FORWARD, forward, backward) * of_each
-        turns = np.maximum(device.multiprocessors, rows / _CHANNELS_AT_ONCE)  # of multiprocessors
-        rows_s[here], is_carried = (cycles * turns / every_cycle)[here], is_carried & ~here
+    for name, (forward_cycles, backward_cycles) in _CHANNEL_CYCLES.items():
+        is_by_channels = (kernels.kind == CLASS[name]) & ~kernels.is_channels_last & (rows > 0)
+        channel_cycles = np.where(kernels.direction == FORWARD, forward_cycles, backward_cycles) * elements_each
+        # All multiprocessors are occupied for one channel's time at least, also those without a channel.
+        occupied = np.maximum(device.multiprocessors, rows / _CHANNELS_AT_ONCE)
+        rows_s[is_by_channels] = (channel_cycles * occupied / cycles_per_s)[is_by_channels]
+        is_carried &= ~is_by_channels
     return rows_s, is_carried
 
 
 def _share_of_products(kernels: Kernels, device: Device, peak: Floats, on_tensor: Flags) -> float:
-    """Return the share of a step's time, 0 to 1, in which products draw the power of matrix units; 1 for a product alone.
+    """Return the share of the kernels' time, 0 to 1, in which matrix units compute; 1 for a product alone.
 
-    Kernels that wait for memory draw less, and the power limit holds for the mean over far longer than a kernel. ``peak``
-    (k,): FLOP/s of each kernel's type; ``on_tensor`` (k,): whether that is the matrix units' rate.
+    It decides how much power the device draws: kernels that wait for memory draw less, and the power limit holds for the mean
+    over far longer than a kernel. ``peak`` (k,): FLOP/s of each kernel's type; ``on_tensor`` (k,): whether that is the rate of
+    matrix units.
     """
     arithmetic_s = np.where(on_tensor & (kernels.gemm[:, 1] > 0), kernels.flops / peak, 0.0)
     longer_s = float(np.maximum(arithmetic_s, _traffic_s(kernels, device)).sum())
@@ -415,20 +450,27 @@ def _share_of_products(kernels: Kernels, device: Device, peak: Floats, on_tensor
 def sustained(device: Device, *, matrix: bool, share: float = 1.0) -> float:
     """Return the clock that products hold under the device's power limit, as a share of its boost clock.
 
-    1.0 for devices whose datasheet lacks clock, power or generation; GeForce boards may exceed 1. ``matrix``: whether the
-    products run on matrix units; they then do so for this ``share`` of the time, and the rest draws :data:`_WAITING` as much.
+    1.0 for devices whose datasheet lacks clock, power or generation; GeForce boards may exceed 1.
+
+    Args:
+        device: the device with its datasheet.
+        matrix: whether the products run on matrix units, or on float32 units.
+        share: the share of the time, 0 to 1, in which matrix units compute; the rest of it draws :data:`_WAITING` as much
+            power. It has no effect without ``matrix``.
     """
     cycles_per_s = device.clock_hz * device.multiprocessors
     drawn = _DRAWN_W.get(device.branch) or _DRAWN_W.get(device.architecture)
     if not (drawn and cycles_per_s and device.power_w):
         return 1.0
+    vector_w, matrix_w = drawn  # per multiprocessor and GHz
     float16_peak = device.peak_for("float16")
     # GeForce is recognized by matrix units of at most the halved rate, with a tolerance of a fifth for other clocks.
     is_halved = (
         device.architecture not in _WITHOUT_MATRIX_UNITS
         and _MATRIX_UNIT * device.peak_flops["float32"] < float16_peak <= 1.2 * _HALVED * cycles_per_s
     )
-    drawn_w = 1e-9 * cycles_per_s * drawn[matrix and not is_halved]
+    # Halved matrix units draw no more than float32 units.
+    drawn_w = 1e-9 * cycles_per_s * (matrix_w if matrix and not is_halved else vector_w)
     if matrix:
         drawn_w *= share + (1.0 - share) * _WAITING
     if device.architecture in _WITHOUT_MATRIX_UNITS:  # the table's watts are of 64 lanes, each of 2 operations a cycle
@@ -465,7 +507,10 @@ def seconds(demand: Demand, constants: Constants) -> Floats:
 
 
 def by_library(demand: Demand) -> Flags:
-    """Return (k,) whether a kernel's time depends on the version of its library more than on the device."""
+    """Return (k,) whether a kernel's time depends on the version of its library (cuDNN) more than on the device.
+
+    It does for grouped and recurrent layers. ``demand``: of ``k`` kernels.
+    """
     is_of_library = [name.startswith(("grouped_convolution/channels_last", "recurrent")) for name in ARITHMETIC]
     is_bound: Flags = (demand.arithmetic_of >= 0) & np.array(is_of_library)[demand.arithmetic_of]
     is_bound |= demand.traffic_of == _TRAFFIC[_PASS]
@@ -475,34 +520,39 @@ def by_library(demand: Demand) -> Flags:
 def tiled_flops(gemm: Floats, multiprocessors: int, edge: Floats | float) -> Floats:
     """Return (k,) the operations for whose time products of shape ``gemm`` (k, 4) occupy a device, with padding and waves.
 
-    The columns of ``gemm`` are count, m, n, k. ``multiprocessors``: at least 1. ``edge``: how many steps of the inner loop the
-    start and end of a tile take. Of the usual tiles the fastest is taken. Tiles run in waves, the last of which may be partly
-    filled; with fewer tiles than multiprocessors the inner dimension k is split into parts.
+    A library computes a product in tiles of the result, one per multiprocessor at a time. Tiles run in waves, the last of which
+    may be partly filled; with fewer tiles than multiprocessors the inner dimension k is split into parts. Of the usual sizes of
+    tiles the fastest is taken.
+
+    Args:
+        gemm: (k, 4) count, m, n, k of each product.
+        multiprocessors: those of the device, at least 1.
+        edge: how many steps of a tile's inner loop its start and end take; a number for all products or (k,).
     """
     processors = float(multiprocessors)
     count, m, n, k = gemm.T
     least_flops = np.full(len(gemm), np.inf)
-    for rows, columns, rate in {
+    tiles_both_ways = {
         (tile_m, tile_n, tile_rate)
         for side, other_side, tile_rate in _TILES
         for tile_m, tile_n in ((side, other_side), (other_side, side))
-    }:
+    }
+    for rows, columns, rate in tiles_both_ways:
         tiles = count * np.ceil(m / rows) * np.ceil(n / columns)
         # The inner dimension is split into as many parts as give every processor a tile, but none shorter than _SPLIT.
-        parts = np.where(
-            tiles < processors, np.minimum(np.ceil(processors / tiles), np.maximum(1.0, np.floor(k / _SPLIT))), 1.0
-        )
+        most_parts = np.maximum(1.0, np.floor(k / _SPLIT))
+        parts = np.where(tiles < processors, np.minimum(np.ceil(processors / tiles), most_parts), 1.0)
         filled_waves = tiles * parts / processors
         waves = np.where(filled_waves < 1.0, 1.0, filled_waves + _TAIL * (np.ceil(filled_waves) - filled_waves))
-        least_flops = np.minimum(
-            least_flops, waves * processors / parts * rows * columns * 2.0 * (k + edge * parts) / rate
-        )
+        occupied_flops = waves * processors / parts * rows * columns * 2.0 * (k + edge * parts) / rate
+        least_flops = np.minimum(least_flops, occupied_flops)
     return least_flops
 
 
 def _peaks(kernels: Kernels, device: Device, precision: str) -> tuple[Floats, Flags]:
     """Return (k,) the datasheet's FLOP/s for each kernel's type, and (k,) whether that is the matrix units' rate.
 
+    The rate of matrix units is the higher one that a device has for the type, if it is well above that of float32 units.
     float32 kernels use TF32 under ``precision`` tf32; convolutions and recurrent layers do so by torch's default.
     """
     vector_peak = device.peak_flops["float32"]
@@ -522,16 +572,17 @@ def _peaks(kernels: Kernels, device: Device, precision: str) -> tuple[Floats, Fl
 def _index_constants(kernels: Kernels, on_tensor: Flags) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     """Return (k,) each kernel's index into ARITHMETIC (-1: no matrix product), and (k,) its index into TRAFFIC.
 
-    ``on_tensor`` (k,): whether a kernel runs on matrix units.
+    The indices say which calibrated constants hold for a kernel. ``on_tensor`` (k,): whether a kernel runs on matrix units.
     """
     # The order of the assignments matters: later, more special ones override earlier ones.
     kinds, gemm, is_last = kernels.kind, kernels.gemm, kernels.is_channels_last
     arithmetic = np.full(len(kernels), -1, dtype=np.intp)
     traffic = np.zeros(len(kernels), dtype=np.intp)
     for name, class_index in CLASS.items():
-        first, last = (_TRAFFIC.get(name, _TRAFFIC.get(f"{name}/{layout}", 0)) for layout in _LAYOUTS)
-        traffic[kinds == class_index] = first
-        traffic[(kinds == class_index) & is_last] = last
+        for layout, is_of_layout in zip(_LAYOUTS, (~is_last, is_last), strict=True):
+            # A class has one constant for both layouts, or one for each.
+            constant = _TRAFFIC.get(name, _TRAFFIC.get(f"{name}/{layout}", 0))
+            traffic[(kinds == class_index) & is_of_layout] = constant
     for name in _PRODUCTS[1:]:
         is_chosen = kinds == CLASS[name]
         arithmetic[is_chosen & on_tensor] = _ARITHMETIC[f"{name}/tensor"]
@@ -564,8 +615,9 @@ def _index_constants(kernels: Kernels, on_tensor: Flags) -> tuple[NDArray[np.int
         ("depthwise_convolution/channels_first/torch", is_depthwise & ~is_last & _is_torch_depthwise(kernels)),
         ("depthwise_convolution/channels_last", is_depthwise & is_last),
     ):
-        arithmetic[is_chosen], traffic[is_chosen] = _ARITHMETIC[name], _TRAFFIC[name]
-        if name in _OWN_WEIGHTS:
+        arithmetic[is_chosen] = _ARITHMETIC[name]
+        traffic[is_chosen] = _TRAFFIC[name]
+        if name in _OWN_WEIGHTS:  # the gradient of the weights has a constant of its own
             arithmetic[is_chosen & (kernels.direction == WEIGHT_GRADIENT)] = _ARITHMETIC[f"{name}/weights"]
     return arithmetic, traffic
 

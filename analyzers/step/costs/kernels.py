@@ -18,6 +18,7 @@ from ddltool.arrays import Flags, Floats
 from ddltool.graph import COMPUTE, NO_GEMM, Gemm, Graph
 
 FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = range(3)
+"""The directions of a kernel: the forward pass, or the part of the backward pass that computes one of the two gradients."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -27,7 +28,7 @@ class Kernels:
     op: NDArray[np.intp]
     """(k,) the index of the op that each kernel belongs to."""
     kind: NDArray[np.int8]
-    """(k,) index into CLASSES."""
+    """(k,) the class of each kernel, such as "matrix_product": an index into CLASSES."""
     direction: NDArray[np.int8]
     """(k,) FORWARD, INPUT_GRADIENT or WEIGHT_GRADIENT; FORWARD for anything but convolutions, batch norms and pools."""
     flops: Floats
@@ -35,14 +36,14 @@ class Kernels:
     moved_bytes: Floats
     """(k,) bytes read and written."""
     gemm: Floats
-    """(k, 4) count, m, n, k of the kernel's own matrix product; rows, 0, 0, elements of a row for a kernel that works row by
-    row; zeros for any other."""
+    """(k, 4) the shape of the kernel's matrix product: count, m, n, k for ``count`` products of an (m, k) and a (k, n) matrix.
+    A kernel that works row by row has (rows, 0, 0, elements of a row), any other zeros."""
     width: Floats
     """(k,) bytes of one element of the type that it works in."""
     is_channels_last: Flags
     """(k,) whether its images or volumes have their channels last in memory; False for other kernels."""
     dtype: tuple[str, ...]
-    """(k,) torch's name of that type."""
+    """(k,) torch's name of the type that it works in, such as "bfloat16"."""
     ops: int
     """The number of ops in the graph."""
 
@@ -92,12 +93,19 @@ def product_kernels(gemm: Floats, dtype: str, width: float, result_width: int) -
 
 
 def memory_kernels(moved_bytes: Sequence[float]) -> Kernels:
-    """Return an element-wise float32 kernel for each number of bytes (read plus written), each as an op of its own."""
+    """Return element-wise float32 kernels, one for each entry of ``moved_bytes``, the bytes that it reads and writes.
+
+    Each kernel counts as an op of its own.
+    """
     return kernels_of_rows([("pointwise", "float32", float(moved), NO_GEMM) for moved in moved_bytes])
 
 
 def kernels_of_rows(rows: Sequence[tuple[str, str, float, Gemm]]) -> Kernels:
-    """Return a kernel for each row (op type, type that it works in, bytes moved, product), each as an op of its own."""
+    """Return a kernel for each row, each as an op of its own.
+
+    A row is (op type without library, such as "mm"; torch's name of the type that it works in; bytes that it reads and writes;
+    shape of its matrix product, or ``NO_GEMM``).
+    """
     gemm = np.array([row[3] for row in rows], dtype=np.float64).reshape(len(rows), 4)
     return Kernels(
         op=np.arange(len(rows)),
@@ -119,22 +127,33 @@ _ROW_BYTES = 48 * 1024
 
 
 def _read_again(op_types: Sequence[str], read_bytes: Floats, gemm: Floats, training: bool) -> Floats:
-    """Return (n,) how often ops read their inputs again after the first time, as a share of the bytes read.
+    """Return (n,) how many more times each op reads its inputs than once; 0.5 stands for half of its inputs, once more.
 
     A batch or group norm in training reads its input for the statistics, and again to apply them; the backward pass of any
     norm reads its inputs again for the gradients of its weights. Softmax reads a long row three times, and its backward pass
-    reads long rows twice (aten/src/ATen/native/cuda: Normalization.cuh, layer_norm_kernel.cu, SoftMax.cu). ``op_types``,
-    ``read_bytes`` (n,), ``gemm`` (n, 4): of the ops. ``training``: whether the graph is a training step's.
+    reads long rows twice (aten/src/ATen/native/cuda: Normalization.cuh, layer_norm_kernel.cu, SoftMax.cu).
+
+    Args:
+        op_types: (n,) the types of the ops.
+        read_bytes: (n,) bytes of all inputs of an op.
+        gemm: (n, 4) as in :class:`Kernels`; of a softmax, the number of its rows comes first.
+        training: whether the graph is a training step's.
     """
     times = np.zeros(len(op_types))
     row_bytes = read_bytes / np.maximum(gemm[:, 0], 1.0)
     for op, op_type in enumerate(op_types):
         name = normal_type(op_type)
         if "softmax" in name and gemm[op, 0]:
-            tensors = 2.0 if "backward" in name else 1.0  # what it reads of a row
-            if row_bytes[op] / tensors > _ROW_BYTES:
-                # Backward softmax reads both of its tensors twice, log-softmax the gradient, which is half of what it reads.
-                times[op] = 2.0 if tensors == 1.0 else 0.5 if "log" in name else 1.0
+            is_backward = "backward" in name
+            input_tensors = 2.0 if is_backward else 1.0  # the backward pass reads the result and its gradient
+            if row_bytes[op] / input_tensors <= _ROW_BYTES:  # the row stays in the multiprocessor's memory
+                continue
+            if not is_backward:
+                times[op] = 2.0
+            elif "log" in name:
+                times[op] = 0.5  # the gradient alone is read again, which is half of what the op reads
+            else:
+                times[op] = 1.0
         elif name.endswith("_norm_backward") or (training and name in ("native_batch_norm", "native_group_norm")):
             times[op] = 1.0
     return times
@@ -146,54 +165,49 @@ def kernels_of(graph: Graph) -> Kernels:
     Most ops are one kernel. The backward pass of a convolution is two kernels if it has the operations of two products: the
     gradient of the weights first, then that of the input, each with half of the operations and a shape of its own.
     """
-    graph_dtype = str(graph.meta.get("dtype", "float32"))
     has_cost = (graph.kind == COMPUTE) & np.array([source != "free" for source in graph.estimate], dtype=bool)
     ops = np.flatnonzero(has_cost)
     op_types = [graph.op_type[op] for op in ops]
-    kind = np.array([class_of(op_type) for op_type in op_types], dtype=np.int8)
-    gemm = graph.gemm[ops].copy()
-    flops, moved_bytes = graph.flops[ops].copy(), graph.size_bytes[ops].copy()
+    graph_dtype = str(graph.meta.get("dtype", "float32"))
     dtype = [graph.dtype[op] or graph_dtype for op in ops]
     width = np.array([_WIDTH.get(name, 4) for name in dtype], dtype=np.float64)
     layouts = np.array([graph.layout[op] for op in ops], dtype=object)
     is_channels_last = (layouts == "channels_last") | ((layouts == "") & bool(graph.meta.get("channels_last")))
-    written = graph.written_bytes[ops]
-    ends_backward = np.array([op_type.endswith("_backward") for op_type in op_types], dtype=bool)
-    is_batch_norm = np.array([normal_type(op_type).startswith("native_batch_norm") for op_type in op_types], dtype=bool)
-    is_bfloat16 = np.array([name == "bfloat16" for name in dtype], dtype=bool)
-    is_native = is_batch_norm & is_bfloat16
-    kind[is_native] = CLASS["native_normalisation"]
-    times_again = _read_again(op_types, moved_bytes - written, gemm, graph.mode == "training")
+    is_backward = np.array([op_type.endswith("_backward") for op_type in op_types], dtype=bool)
+    gemm = graph.gemm[ops].copy()
+    written_bytes = graph.written_bytes[ops]
+    read_bytes = graph.size_bytes[ops] - written_bytes
+    kind = _refined_classes(op_types, dtype, gemm, read_bytes, written_bytes)
+    # A kernel moves more bytes than its op has if it reads its inputs again.
+    times_again = _read_again(op_types, read_bytes, gemm, graph.mode == "training")
     # torch's own batch norm (native): forward, its statistics (Welford's algorithm) take as long as one reading more; backward,
     # they are summed at twice the rate, so that both readings count as one.
-    times_again[is_native] = np.where(ends_backward, 0.0, 2.0)[is_native]
-    moved_bytes += times_again * (moved_bytes - written)
-    # Casts to a type two to four times as wide, with a tolerance.
-    is_cast = np.array([normal_type(op_type) in ("to_copy", "copy") for op_type in op_types], dtype=bool)
-    read = moved_bytes - written
-    kind[is_cast & (written > 1.5 * read) & (written < 4.5 * read)] = CLASS["widening"]
-    is_convolution = kind == CLASS["convolution"]
-    kind[is_convolution & (gemm[:, 0] > 1)] = CLASS["grouped_convolution"]  # gemm's columns: groups, m, n, k
-    kind[is_convolution & (gemm[:, 0] > 1) & (gemm[:, 2] <= 1)] = CLASS["depthwise_convolution"]
-    is_backward = is_convolution & ends_backward
+    is_native = kind == CLASS["native_normalisation"]
+    times_again[is_native] = np.where(is_backward, 0.0, 2.0)[is_native]
+    moved_bytes = graph.size_bytes[ops] + times_again * read_bytes
+    flops = graph.flops[ops].copy()
+    product_flops = 2.0 * gemm.prod(axis=1)
     is_attention = (kind == CLASS["attention"]) & (gemm[:, 1] > 0)
     # Attention is two products (scores, values); its backward pass is five: four gradients, and the scores once more.
-    products = np.where(ends_backward, 5.0, 2.0)
-    product_flops = 2.0 * gemm.prod(axis=1)
+    products = np.where(is_backward, 5.0, 2.0)
     flops[is_attention] = (products * product_flops)[is_attention]  # under a causal mask, less than the op's FLOPs
-    # The op has the operations of one product or of two; 1.5 lies between.
-    is_double = is_backward & (flops > 1.5 * product_flops) & (product_flops > 0)
-    direction = np.where(is_backward, WEIGHT_GRADIENT, FORWARD).astype(np.int8)
-    direction[(is_batch_norm | (kind == CLASS["pooling"])) & ends_backward] = INPUT_GRADIENT
+    is_gradient = is_backward & np.isin(kind, _CONVOLUTIONS)
+    direction = np.where(is_gradient, WEIGHT_GRADIENT, FORWARD).astype(np.int8)
+    is_batch_norm = np.array([normal_type(op_type).startswith("native_batch_norm") for op_type in op_types], dtype=bool)
+    direction[(is_batch_norm | (kind == CLASS["pooling"])) & is_backward] = INPUT_GRADIENT
+    # A convolution's backward op has the operations of one product or of two; 1.5 lies between.
+    is_double = is_gradient & (flops > 1.5 * product_flops) & (product_flops > 0)
     # The gradient of the input and that of the weights: each reads the output's gradient and one more tensor, so that the
     # output's gradient, counted once so far, is read twice.
     output_bytes = gemm[is_double, 0] * gemm[is_double, 1] * gemm[is_double, 2] * width[is_double]
     half_bytes = (moved_bytes[is_double] + output_bytes) / 2.0
-    count, m, n, k = gemm[is_double].T
-    flops[is_double] /= 2.0
     moved_bytes[is_double] = half_bytes
-    # Of the weights' gradient (n, k) the inner dimension is m; of the input's (m, k), below, it is n.
-    gemm[is_backward] = gemm[is_backward][:, [0, 2, 3, 1]]
+    flops[is_double] /= 2.0
+    # Of the input's gradient (m, k) the inner dimension is n; of the weights' (n, k), below, it is m.
+    count, m, n, k = gemm[is_double].T
+    input_gemm = np.stack([count, m, k, n], axis=1)
+    gemm[is_gradient] = gemm[is_gradient][:, [0, 2, 3, 1]]
+    # All first kernels, then the second ones, are brought into the order of their ops; a stable sort keeps first before second.
     order = np.argsort(np.concatenate([ops, ops[is_double]]), kind="stable")
 
     def interleave(first: NDArray[np.generic], second: NDArray[np.generic]) -> NDArray[np.generic]:
@@ -207,9 +221,40 @@ def kernels_of(graph: Graph) -> Kernels:
         direction=interleave(direction, np.full(int(is_double.sum()), INPUT_GRADIENT, dtype=np.int8)),  # type: ignore[arg-type]
         flops=interleave(flops, flops[is_double]),  # type: ignore[arg-type]
         moved_bytes=interleave(moved_bytes, half_bytes),  # type: ignore[arg-type]
-        gemm=interleave(gemm, np.stack([count, m, k, n], axis=1)),  # type: ignore[arg-type]
+        gemm=interleave(gemm, input_gemm),  # type: ignore[arg-type]
         width=interleave(width, width[is_double]),  # type: ignore[arg-type]
         is_channels_last=interleave(is_channels_last, is_channels_last[is_double]),  # type: ignore[arg-type]
         dtype=tuple(interleave(names, names[is_double])),
         ops=len(graph),
     )
+
+
+_CONVOLUTIONS = [CLASS[name] for name in ("convolution", "grouped_convolution", "depthwise_convolution")]
+
+
+def _refined_classes(
+    op_types: Sequence[str], dtype: Sequence[str], gemm: Floats, read_bytes: Floats, written_bytes: Floats
+) -> NDArray[np.int8]:
+    """Return (n,) the class of each op's kernels: :func:`class_of` its type, refined by what the op works on.
+
+    Convolutions are told apart by their groups, batch norms by their type, and copies by the bytes that they write.
+
+    Args:
+        op_types: (n,) the types of the ops.
+        dtype: (n,) torch's name of the type that each op works in.
+        gemm: (n, 4) as in :class:`Kernels`; of a convolution groups, m, n, k.
+        read_bytes, written_bytes: (n,) of each op.
+    """
+    kind = np.array([class_of(op_type) for op_type in op_types], dtype=np.int8)
+    names = [normal_type(op_type) for op_type in op_types]
+    is_batch_norm = np.array([name.startswith("native_batch_norm") for name in names], dtype=bool)
+    is_bfloat16 = np.array([name == "bfloat16" for name in dtype], dtype=bool)
+    kind[is_batch_norm & is_bfloat16] = CLASS["native_normalisation"]  # torch's own kernels, in place of cuDNN's
+    # Casts to a type two to four times as wide, with a tolerance.
+    is_cast = np.array([name in ("to_copy", "copy") for name in names], dtype=bool)
+    kind[is_cast & (written_bytes > 1.5 * read_bytes) & (written_bytes < 4.5 * read_bytes)] = CLASS["widening"]
+    is_grouped = (kind == CLASS["convolution"]) & (gemm[:, 0] > 1)
+    is_depthwise = is_grouped & (gemm[:, 2] <= 1)  # one output channel in a group
+    kind[is_grouped] = CLASS["grouped_convolution"]
+    kind[is_depthwise] = CLASS["depthwise_convolution"]
+    return kind

@@ -5,6 +5,9 @@ gathers and reduces beside them; checkpointing drops what a block saved and make
 are known places in the program, so one sum over them is the memory at every place. :mod:`.traced_lifetimes` reads a step;
 what to compute again under a budget is :mod:`.checkpointing`'s question.
 
+A place is the index of a node of the traced program. A storage is the memory of a tensor and its views. A product is a matrix
+product, convolution or attention, whose result a checkpointed block may keep.
+
 Sources: FSDP2 as ``torch.distributed.fsdp.fully_shard`` does it (the root stays gathered, one block is gathered ahead, the
 input of a reduce-scatter is held until the next one); non-reentrant ``torch.utils.checkpoint`` (recomputation ends with the
 last tensor that is needed), selective: the outputs of chosen products are kept until the block is computed again.
@@ -63,25 +66,26 @@ class TensorLifetimes:
 
     traced: TracedStep
     nodes: int
-    """Places of the traced program."""
+    """The number of places of the traced program."""
     backward: int
     """The first place of the backward pass."""
     elements: tuple[int, ...]
-    """(s,) at the traced batch size."""
+    """(s,) the number of elements at the traced batch size."""
     width: Floats
-    """Bytes of one element."""
+    """(s,) bytes of one element; 0 for a tensor that is not in memory."""
     alloc: Ints
-    """The place that makes it; 0 for inputs and parameters."""
+    """(s,) the place that makes it; 0 for inputs and parameters."""
     forward: Ints
-    """The place of its last use before the backward pass."""
+    """(s,) the place of its last use before the backward pass."""
     free: Ints
-    """The place of its last use."""
+    """(s,) the place of its last use."""
     role: Ints
-    """PARAMETER, GIVEN, GRADIENT or ACTIVATION."""
+    """(s,) PARAMETER, GIVEN, GRADIENT or ACTIVATION."""
     owner: Ints
-    """The block of a parameter or gradient; of an activation the only block whose forward pass uses it. -1: none."""
+    """(s,) the index of the block of a parameter or gradient; of an activation, that of the only block whose forward pass uses
+    it. -1: none."""
     product: Ints
-    """The number of the product of its block that makes it; -1: no product does."""
+    """(s,) the number, within its block, of the product that makes it; -1: no product does."""
     read: Ints
     """(r, 3) storage, block, place: inputs made before a block, and the last place of its forward pass that reads them."""
     trained_bytes: Floats
@@ -105,10 +109,12 @@ class TensorLifetimes:
         """
         if batch_size not in self._sizes:
             scale = self._scale(batch_size)
-            distinct_elements, inverse = np.unique(np.array(self.elements, dtype=np.int64), return_inverse=True)
-            self._sizes[batch_size] = (
-                np.array([float(scale.size(elements)) for elements in distinct_elements.tolist()])[inverse] * self.width
+            # Layers repeat, so each distinct number of elements is converted only once.
+            distinct_elements, index_of_storage = np.unique(
+                np.array(self.elements, dtype=np.int64), return_inverse=True
             )
+            scaled_elements = np.array([float(scale.size(elements)) for elements in distinct_elements.tolist()])
+            self._sizes[batch_size] = scaled_elements[index_of_storage] * self.width
         return self._sizes[batch_size]
 
     def _scale(self, batch_size: int | None) -> Scale:
@@ -128,23 +134,28 @@ class TensorLifetimes:
 
         It is that of Fourier transforms in tiles of 32 x 32, which only convolutions of stride 1 without groups have: a tile
         of complex numbers for every filter (k, c), and for every tile and channel of the images (n, c, h, w) and of the
-        outputs. ``batch_size`` None: the traced one.
+        outputs. 0.0 for a step without such convolutions. ``batch_size`` None: the traced one.
         """
-        scale, most_bytes = self._scale(batch_size), 0.0
+        scale = self._scale(batch_size)
+        most_bytes = 0.0
         for node in self.traced.program.nodes:
             if getattr(node.target, "overloadpacket", None) is not torch.ops.aten.convolution:
                 continue
-            images, weight, stride, groups = value_of(node.args[0]), value_of(node.args[1]), node.args[3], node.args[8]
-            taps = weight.shape[2:]
+            images, weight = value_of(node.args[0]), value_of(node.args[1])
+            stride, groups = node.args[3], node.args[8]
+            filter_sides = weight.shape[2:]
             is_plain = images.dim() == 4 and math.prod(stride) == groups == 1
-            if is_plain and taps.numel() > 1 and max(taps) < _TILE:
-                outputs, inputs = weight.shape[:2]
-                # Neighbouring tiles overlap by the filter's taps less one.
-                tiles_of_image = math.prod(
-                    math.ceil(size / (_TILE - tap + 1)) for size, tap in zip(images.shape[2:], taps, strict=True)
-                )
-                tile_count = inputs * outputs + scale.size(images.shape[0]) * tiles_of_image * (inputs + outputs)
-                most_bytes = max(most_bytes, tile_count * _TILE * (_TILE // 2 + 1) * _COMPLEX_BYTES)
+            if not is_plain or filter_sides.numel() <= 1 or max(filter_sides) >= _TILE:
+                continue
+            output_channels, input_channels = weight.shape[:2]
+            # Neighbouring tiles overlap by the filter's side less one.
+            tiles_of_image = math.prod(
+                math.ceil(size / (_TILE - side + 1)) for size, side in zip(images.shape[2:], filter_sides, strict=True)
+            )
+            filter_tiles = input_channels * output_channels
+            image_tiles = scale.size(images.shape[0]) * tiles_of_image * (input_channels + output_channels)
+            tile_bytes = _TILE * (_TILE // 2 + 1) * _COMPLEX_BYTES
+            most_bytes = max(most_bytes, (filter_tiles + image_tiles) * tile_bytes)
         return most_bytes
 
     def peak(
@@ -164,7 +175,11 @@ class TensorLifetimes:
     def held(self, recomputation: Recomputation, sharding: Sharding, optimizer: str, size: Floats) -> Held:
         """Return the bytes that one process holds at every place of the program with ``recomputation``.
 
-        ``size`` (s,): the bytes of the storages, see :meth:`sizes`. ``optimizer``: a name of ``OPTIMIZERS``.
+        Args:
+            recomputation: which blocks are computed again, in a program that is longer by their recomputations.
+            sharding: how the replicas share parameters, gradients and optimizer states.
+            optimizer: a name of ``OPTIMIZERS``.
+            size: (s,) the bytes of the storages, see :meth:`sizes`.
         """
         held = Held(self.nodes + recomputation.extra)
         self.hold_activations(held, recomputation, size)
@@ -185,21 +200,23 @@ class TensorLifetimes:
         return parameters_of(self.traced.graph)
 
     def every_saving(self, way: str) -> Saving:
-        """Return what every block saves under one kind of checkpointing; with ``:cpu`` behind, all but the last on the host.
+        """Return what every block saves under one kind of checkpointing.
 
-        Raises InputError as :meth:`every_block` does.
+        ``way``: none, selective or full; with ``:cpu`` behind, all blocks but the last save on the host. Raises InputError for
+        a model without a list of blocks, except for none.
         """
         checkpointing, is_on_host = split_way(way)
+        on_host: frozenset[str] = frozenset()
         if is_on_host:
-            self.every_block("full")  # raises
-        on_host = frozenset(block.name for block in self.blocks[:-1] if is_on_host)
+            self.every_block("full")  # raises for a model without blocks, which "none:cpu" would not do below
+            on_host = frozenset(block.name for block in self.blocks[:-1])
         return Saving(saved_ops=self.every_block(cast(Checkpointing, checkpointing)), on_host=on_host)
 
     def every_block(self, checkpointing: Checkpointing) -> dict[str, tuple[int, ...]]:
-        """Return the saved products of every block under one kind of checkpointing; {}: nothing is checkpointed.
+        """Return, by name of every block, the numbers of the products that it saves; {}: nothing is checkpointed.
 
-        ``full`` saves none of a block's products, ``selective`` all that may be kept.
-        Raises InputError for a model without a list of blocks.
+        ``checkpointing``: ``full`` saves none of a block's products, ``selective`` all that may be kept. Raises InputError for
+        a model without a list of blocks, except for ``none``.
         """
         if checkpointing == "none":
             return {}
@@ -210,7 +227,10 @@ class TensorLifetimes:
         return {block.name: block.keepable if keeps_products else () for block in self.blocks}
 
     def seconds(self, timed: Graph) -> Floats:
-        """Return (nodes,) the seconds of each place: the durations of ``timed``, a graph of this step, at its ops' nodes."""
+        """Return (nodes,) the seconds that each place of the program takes; 0 for nodes that are no ops.
+
+        ``timed``: the graph of this step with times, whose durations they are.
+        """
         seconds = np.zeros(self.nodes)
         places = self.op_places
         np.add.at(seconds, places[places >= 0], timed.duration_s[places >= 0])
@@ -219,7 +239,7 @@ class TensorLifetimes:
     def recompute_s(self, recomputation: Recomputation, seconds: Floats) -> Floats:
         """Return (blocks,) the seconds in which each block is computed again, 0 for a block that is not.
 
-        ``seconds`` (nodes,): of the places, see :meth:`seconds`.
+        ``seconds`` (nodes,): the time of each place, see :meth:`seconds`.
         """
         recomputed_s = np.zeros(len(self.blocks))
         for index in np.flatnonzero(recomputation.length).tolist():
@@ -227,12 +247,18 @@ class TensorLifetimes:
         return recomputed_s
 
     def copies(self, recomputation: Recomputation, seconds: Floats, size: Floats, bytes_per_s: float) -> Copies:
-        """Return when the blocks' copies to and from the host may run, beside a program whose places take ``seconds`` (nodes,).
+        """Return when the blocks' copies to and from the host may run, beside the compute of the step.
 
-        ``size`` (s,): the bytes of all storages. ``bytes_per_s``: of the device's link to its host, one way.
+        Args:
+            recomputation: which blocks are computed again, and which storages go to the host.
+            seconds: (nodes,) the time of each place, see :meth:`seconds`.
+            size: (s,) the bytes of all storages.
+            bytes_per_s: of the device's link to its host, one way.
         """
-        clock_s, recompute_s = np.cumsum(seconds), self.recompute_s(recomputation, seconds)
-        later_s = np.cumsum(recompute_s[::-1])[::-1] - recompute_s  # of the blocks whose backward passes come before
+        clock_s = np.cumsum(seconds)
+        recompute_s = self.recompute_s(recomputation, seconds)
+        # Backward passes run from the last block on, so each comes after the recomputation of all blocks behind it.
+        later_s = np.cumsum(recompute_s[::-1])[::-1] - recompute_s
         copied_bytes = np.array([size[storages].sum() for storages in recomputation.copied])
         return Copies(
             ends=clock_s[[block.last for block in self.blocks]],
@@ -244,29 +270,42 @@ class TensorLifetimes:
     def lengthened(
         self, saving: SavedOps | Saving, timed: Graph, size: Floats | None = None, bytes_per_s: float = inf
     ) -> Graph:
-        """Return ``timed``, a graph of this step, with the time of each block's recomputation added to one of its ops.
+        """Return the graph of a step with the time of recomputation, and of waits for the host, added to some of its ops.
 
-        That op is the first of the block's backward pass, before which the block is computed again. Waits for copies to
-        and from the host are added to the ops that they hold up; the arguments beyond ``timed`` are those of :meth:`copies`.
+        A block is computed again before the first op of its backward pass, which gets that time. Waits for copies to and from
+        the host are added to the ops that they hold up.
+
+        Args:
+            saving: what blocks save, or by checkpointed block the products that it saves on the device.
+            timed: the graph of this step with times.
+            size: (s,) the bytes of all storages; None: those of the traced batch size.
+            bytes_per_s: of the device's link to its host, one way; infinite: copies take no time.
         """
         if not self.blocks:
             return timed
-        durations, places = timed.duration_s.copy(), self.op_places
-        recomputation, seconds = Recomputation(self, saving), self.seconds(timed)
-        after_s, before_s = self.copies(
-            recomputation, seconds, self.sizes() if size is None else size, bytes_per_s
-        ).waits()
+        durations = timed.duration_s.copy()
+        places = self.op_places
+        recomputation = Recomputation(self, saving)
+        seconds = self.seconds(timed)
+        if size is None:
+            size = self.sizes()
+        after_s, before_s = self.copies(recomputation, seconds, size, bytes_per_s).waits()
         backward_s = self.recompute_s(recomputation, seconds) + before_s
+
+        def op_from(place: int) -> int:
+            """Return the index of the first op that runs at that place of the program or after it."""
+            return int(np.where(places >= place, places, self.nodes).argmin())
+
         for block, forward_wait_s, added_s in zip(self.blocks, after_s.tolist(), backward_s.tolist(), strict=True):
-            for place, each_s in ((block.last + 1, forward_wait_s), (block.begins, added_s)):
-                durations[int(np.where(places >= place, places, self.nodes).argmin())] += each_s
+            durations[op_from(block.last + 1)] += forward_wait_s
+            durations[op_from(block.begins)] += added_s
         return timed.with_durations(durations, timed.estimate)
 
     def clock(self, recomputation: Recomputation, timed: Graph, copies: Copies | None = None) -> Floats:
         """Return (places,) when each place of the program with recomputation ends, in seconds from the step's start.
 
-        The places run one after another, each as long as the durations of ``timed``, a graph of this step, say, and wait for
-        ``copies``.
+        The places run one after another. ``timed``: the graph of this step with times, which its recomputation takes once more.
+        ``copies``: to and from the host, for which the program waits; None: there are none.
         """
         seconds = self.seconds(timed)
         place_s = np.zeros(self.nodes + recomputation.extra)
@@ -283,11 +322,12 @@ class TensorLifetimes:
         return clock
 
     def _recomputed_of(self, recomputation: Recomputation, index: int) -> Ints:
-        """Return the places of the forward pass of the block with that index which are computed again.
+        """Return the places of the traced forward pass that are computed again of the block with that index.
 
-        These are all up to the recomputation's end but the saved products.
+        These are all from the block's first place up to the recomputation's end, without the saved products.
         """
-        block, length = self.blocks[index], int(recomputation.length[index])
+        block = self.blocks[index]
+        length = int(recomputation.length[index])  # in places
         is_recomputed = np.ones(length, dtype=bool)
         saved_places = np.array(block.products, dtype=np.int64)[recomputation.saved[index, : len(block.products)]]
         is_recomputed[saved_places[saved_places < block.first + length] - block.first] = False
@@ -301,14 +341,14 @@ class TensorLifetimes:
 
     @cached_property
     def block_places(self) -> tuple[Ints, Ints, Ints, Ints]:
-        """Return four times (blocks,): the first and last places of the forward passes, then of the backward passes."""
+        """The places of all blocks: ``first``, ``last``, ``begins`` and ``ends`` of :class:`ModelBlock`, each (blocks,)."""
         places = [(block.first, block.last, block.begins, block.ends) for block in self.blocks]
         first, last, begins, ends = np.array(places, dtype=np.int64).reshape(-1, 4).T
         return first, last, begins, ends
 
     @cached_property
     def owned(self) -> list[Ints]:
-        """Return by block the indices of the activations that its forward pass alone uses."""
+        """Return, by index of a block, the indices of the activations that no other block's forward pass uses."""
         activations = np.flatnonzero((self.role == ACTIVATION) & (self.owner >= 0))
         order = np.argsort(self.owner[activations], kind="stable")
         counts = np.bincount(self.owner[activations], minlength=len(self.blocks))
@@ -316,9 +356,10 @@ class TensorLifetimes:
 
     @cached_property
     def inputs(self) -> list[Ints]:
-        """Return by block the indices of the activations made before it that its forward and backward passes alone read.
+        """Return, by index of a block, the indices of the activations that are inputs of this block alone.
 
-        No other backward pass needs them: they are gone before the one of the block before begins.
+        They are made before the block, and only its forward and backward passes read them. So a checkpointed block may send
+        them to the host: they are not needed before its backward pass, and gone before that of the block before begins.
         """
         storages, readers = self.read[:, 0], self.read[:, 1]
         is_read_once = np.bincount(storages, minlength=1)[storages] == 1
@@ -345,7 +386,8 @@ class TensorLifetimes:
     ) -> Floats:
         """Return (places,) the bytes of activations at every place of the program with ``recomputation``.
 
-        The arguments are those of :meth:`hold_activations`.
+        ``size`` (s,): the bytes of all storages. ``read`` and ``among`` leave out some of the activations; see
+        :meth:`hold_activations`.
         """
         held = Held(self.nodes + recomputation.extra)
         self.hold_activations(held, recomputation, size, read, among)
@@ -372,6 +414,7 @@ class TensorLifetimes:
 
         Args:
             held: what they are added to, as the part "activations".
+            recomputation: which blocks are computed again, and what they save.
             size: (s,) the bytes of all storages.
             read: the rows of ``self.read`` whose storages are held until a recomputation has read them; None: all rows.
             among: the indices of the activations to add, those of checkpointed blocks always with them; None: all of them,
@@ -401,10 +444,11 @@ class TensorLifetimes:
         last_place = np.where(is_reached, recomputation.start[owner] + offsets, backward_ends)
         freed[kept] = np.maximum(freed[kept], last_place + 1)
         # Those on the host: until they are there, and from the place on at which there is room for what comes back.
-        gone, (lent, out, back) = freed.copy(), recomputation.away
-        gone[lent] = out
-        held.add("activations", recomputation.moved(self.alloc[stays]), gone[stays], size[stays])
-        held.add("activations", back, freed[lent], size[lent])
+        offloaded, gone_at, back_at = recomputation.away
+        first_freed = freed.copy()
+        first_freed[offloaded] = gone_at
+        held.add("activations", recomputation.moved(self.alloc[stays]), first_freed[stays], size[stays])
+        held.add("activations", back_at, freed[offloaded], size[offloaded])
         # The dropped ones: in the forward pass, and again from their recomputation on.
         held.add("activations", self.alloc[dropped], self.forward[dropped] + 1, size[dropped])
         owner = self.owner[dropped]
@@ -420,19 +464,20 @@ class TensorLifetimes:
     def _hold_whole(
         self, held: Held, recomputation: Recomputation, size: Floats, sharding: Sharding, optimizer: str
     ) -> None:
-        """Add what a process holds that keeps all parameters and gradients: under none, ddp and zero1.
+        """Add to ``held`` what a process holds that keeps all parameters and gradients: under none, ddp and zero1.
 
-        The arguments are those of :meth:`held`. ``zero1`` alone splits the optimizer's state over the ``sharding.shard``
+        The other arguments are those of :meth:`held`. ``zero1`` alone splits the optimizer's state over the ``sharding.shard``
         processes. DDP copies all gradients into buckets, to exchange many at a time; they stay for the whole step.
         """
         is_parameter, is_gradient = self.role == PARAMETER, self.role == GRADIENT
         bucket_bytes = float(self.trained_bytes.sum())
         held.add("parameters", 0, held.places, size[is_parameter])
         made = recomputation.moved(self.alloc)[is_gradient]
-        # Of a later pass a gradient is added to the sum as soon as it is made.
-        held.add("gradients", made, made + 1 if sharding.sums else held.places, size[is_gradient])
-        if sharding.sums:
+        if sharding.sums:  # in a later pass a gradient is added to the sum, which stays, as soon as it is made
+            held.add("gradients", made, made + 1, size[is_gradient])
             held.add("gradients", 0, held.places, size[is_gradient])
+        else:
+            held.add("gradients", made, held.places, size[is_gradient])
         update = OPTIMIZERS[optimizer]
         if update.each is None:
             held.add("updating", held.places - 1, held.places, np.tile(size[is_gradient], update.temporaries))
@@ -445,15 +490,21 @@ class TensorLifetimes:
             held.add("buckets", 0, held.places, bucket_bytes)
 
     def _states(self, size: Floats, optimizer: str) -> Floats:
-        """Return the bytes of each state tensor that the optimizer keeps for each parameter.
+        """Return the bytes of every state tensor that the optimizer keeps, several for each trained parameter.
 
-        ``size`` (s,): the bytes of the storages, gradients as wide as their parameters are kept.
+        ``size`` (s,): the bytes of the storages; those of gradients stand for their parameters', as these are kept.
+        ``optimizer``: a name of ``OPTIMIZERS``.
         """
-        update, gradients = OPTIMIZERS[optimizer], np.flatnonzero(self.role == GRADIENT)
+        update = OPTIMIZERS[optimizer]
+        gradients = np.flatnonzero(self.role == GRADIENT)
         if update.each is not None:  # its states follow from the parameters' shapes
-            shares = {parameter.name: state_shares(parameter, optimizer) for parameter in self.trained}
-            states = ([size[g] * share for share in shares.get(self.gradient_of[g], ())] for g in gradients.tolist())
-            return np.array([state for each in states for state in each], dtype=np.float64)
+            shares_by_parameter = {parameter.name: state_shares(parameter, optimizer) for parameter in self.trained}
+            states = [
+                size[gradient] * share
+                for gradient in gradients.tolist()
+                for share in shares_by_parameter.get(self.gradient_of[gradient], ())
+            ]
+            return np.array(states, dtype=np.float64)
         kept_bytes = size[gradients]
         share_of_all = update.state_share(precision_of(self.traced.graph.meta.get("precision")).width)
         return np.tile(kept_bytes * share_of_all / max(update.states, 1), update.states)
@@ -461,13 +512,14 @@ class TensorLifetimes:
     def _hold_shards(
         self, held: Held, recomputation: Recomputation, size: Floats, sharding: Sharding, optimizer: str
     ) -> None:
-        """Add parameters, gradients and optimizer state of a process that gathers blocks as ``fully_shard`` does.
+        """Add to ``held`` parameters, gradients and optimizer state of a process that gathers blocks as ``fully_shard`` does.
 
-        The arguments are those of :meth:`held`. A block is gathered into a buffer ("gathering") and copied out of it
-        ("gathered"); its gradients go through the input of a reduce-scatter ("reducing"). What lies outside all blocks stays
-        gathered for the whole step.
+        The other arguments are those of :meth:`held`. A block is gathered into a buffer (part "gathering") and copied out of it
+        ("gathered"); its gradients go through the input of a reduce-scatter ("reducing"). What lies outside all blocks, the
+        root, stays gathered for the whole step.
         """
-        is_parameter, is_gradient, is_root = self.role == PARAMETER, self.role == GRADIENT, self.owner < 0
+        is_parameter, is_gradient = self.role == PARAMETER, self.role == GRADIENT
+        is_root = self.owner < 0
         end, shard = held.places, sharding.shard
         if not sharding.on_host:
             held.add("parameters", 0, end, size[is_parameter] * self.kept_share / shard)
@@ -484,17 +536,24 @@ class TensorLifetimes:
             held.add("gradients", 0, end, own_bytes)
         update = OPTIMIZERS[optimizer]
         held.add("updating", end - 1, end, update.temporaries * own_bytes)
-        if update.each is not None:  # a matrix that Muon updates is gathered whole
-            parts = np.array(temporaries(self.trained, optimizer))
-            held.add("updating", end - 1, end, parts if optimizer == "muon" else parts / shard)
+        if update.each is not None:
+            temporary_bytes = np.array(temporaries(self.trained, optimizer))
+            if optimizer != "muon":  # a matrix that Muon updates is gathered whole
+                temporary_bytes = temporary_bytes / shard
+            held.add("updating", end - 1, end, temporary_bytes)
 
     def _hold_gathered_blocks(self, held: Held, recomputation: Recomputation, size: Floats, sharding: Sharding) -> None:
-        """Add the blocks' gathered parameters, and the buffers in which they arrive; arguments as for :meth:`_hold_shards`."""
+        """Add to ``held`` the blocks' gathered parameters, and the buffers in which they arrive; see :meth:`_hold_shards`.
+
+        The next block is gathered while one computes. With ``reshard_after_forward`` a block's parameters are freed after its
+        forward pass, and gathered again where its recomputation, or else its backward pass, starts.
+        """
         is_of_block = (self.role == PARAMETER) & (self.owner >= 0)
         # All by block, one entry for each. Ends are exclusive.
         block_bytes: Floats = np.bincount(self.owner[is_of_block], size[is_of_block], len(self.blocks)).astype(float)
         first, last, _, ends = self.block_places
-        backward_ends, starts = recomputation.moved(ends), recomputation.start
+        backward_ends = recomputation.moved(ends)
+        starts = recomputation.start
         # The block before is next in the backward pass.
         next_bytes = np.append(0.0, block_bytes[:-1])
         # A part that comes from the host is copied whole before it is gathered.
@@ -510,13 +569,15 @@ class TensorLifetimes:
             held.add("gathering", starts, backward_ends + 1, (1.0 + copied_share) * next_bytes)
 
     def _hold_reduced_blocks(self, held: Held, recomputation: Recomputation, size: Floats, sharding: Sharding) -> None:
-        """Add the blocks' gradients, whole and reduced, and the inputs of reductions; arguments as for :meth:`_hold_shards`.
+        """Add to ``held`` the blocks' gradients, whole and reduced, and the inputs of reductions; see :meth:`_hold_shards`.
 
-        After a block's backward pass, gradients are copied to the reduction's input at its end + 1, and given up with what was
-        reduced there at end + 2. A block gives up its parameters before it reduces, and the input of the reduction before it.
+        At the place after a block's backward pass, its gradients are copied to the input of a reduce-scatter; at the next one
+        they are given up. The input stays until the reduction of the block that comes next in the backward pass.
         """
         is_own = (self.role == GRADIENT) & (self.owner >= 0)
-        backward_ends, end = recomputation.moved(self.block_places[3]), held.places
+        _, _, _, ends = self.block_places
+        backward_ends = recomputation.moved(ends)
+        end = held.places
         reduced_bytes = self.trained_bytes[:-1]  # by block, without what lies outside all
         made = recomputation.moved(self.alloc)[is_own]
         held.add("gradients", made, backward_ends[self.owner[is_own]] + 2, size[is_own])
@@ -527,45 +588,52 @@ class TensorLifetimes:
         held.add("gradients", backward_ends + 1, summed_at, reduced_bytes / sharding.shard)
 
     def host_bytes(self, sharding: Sharding, optimizer: str, size: Floats) -> float:
-        """Return the bytes of a host's memory that its processes keep parameters, gradients and optimizer state in.
+        """Return the bytes of one node's host memory in which its processes keep parameters, gradients and optimizer state.
 
-        0 where they keep them on their devices. ``size`` (s,): the bytes of the storages, see :meth:`sizes`.
+        0.0 where they keep them on their devices. ``size`` (s,): the bytes of the storages, see :meth:`sizes`.
         """
+        if not sharding.on_host:
+            return 0.0
         kept = size * self.kept_share
-        states = self._states(kept, optimizer).sum() if sharding.on_host else 0.0
-        own_bytes = float(kept[self.role == PARAMETER].sum() + self.trained_bytes.sum() + states) / sharding.shard
+        parameter_bytes = kept[self.role == PARAMETER].sum()
+        state_bytes = self._states(kept, optimizer).sum()
+        own_bytes = float(parameter_bytes + self.trained_bytes.sum() + state_bytes) / sharding.shard
         return sharding.on_host * own_bytes
 
 
 class Recomputation:
     """The program of a step with the forward passes of checkpointed blocks repeated before their backward passes.
 
-    A place is the index of a node in the traced program, or in the longer one with recomputation (:meth:`moved`). ``slots``
-    (blocks,): places to insert for each block, at least as many as its recomputation has; None: just as many. A place at which
-    nothing runs changes no peak, so programs of different choices can have one length.
+    A place is the index of a node in the traced program, or in the longer one with recomputation (:meth:`moved`).
     """
 
     def __init__(self, lifetimes: TensorLifetimes, saving: SavedOps | Saving, slots: Ints | None = None) -> None:
         """Find which storages are recomputed and which are saved, and how many places each recomputation takes.
 
-        ``saving``: what blocks save, or by checkpointed block the numbers of the products that it saves on the device.
+        Args:
+            lifetimes: the step's storages and blocks.
+            saving: what blocks save, or by checkpointed block the numbers of the products that it saves on the device.
+            slots: (blocks,) how many places to insert for each block, at least as many as its recomputation has; None: just
+                as many. A place at which nothing runs changes no peak, so that programs of different choices can have one
+                length.
         """
         blocks = lifetimes.blocks
         self.saving = Saving.of(saving)
         saved_ops = self.saving.saved_ops
         self.first, self._last, self._begins, _ = lifetimes.block_places
-        """(blocks,) the first place of the forward pass."""
+        """(blocks,) the first and last places of the forward passes, and the first of the backward passes, as traced."""
         most_products = max((len(block.products) for block in blocks), default=0)
         self.saved = np.zeros((len(blocks), 1 + most_products), dtype=bool)
         """(blocks, products + 1) which products are saved; the last column is that of no product."""
-        owned = []
+        owned_by_block = []
         for name, products in saved_ops.items():
             block_index = lifetimes.block_numbers[name]
             self.saved[block_index, list(products)] = True
-            owned.append(lifetimes.owned[block_index])
-        activations = np.sort(np.concatenate(owned)) if owned else np.zeros(0, dtype=np.int64)
-        is_saved = self.saved[lifetimes.owner[activations], lifetimes.product[activations]]
-        self.dropped, self.kept = activations[~is_saved], activations[is_saved]
+            owned_by_block.append(lifetimes.owned[block_index])
+        owned = np.sort(np.concatenate(owned_by_block)) if owned_by_block else np.zeros(0, dtype=np.int64)
+        # The product -1 of a storage that no product makes finds the last column, which is False.
+        is_saved = self.saved[lifetimes.owner[owned], lifetimes.product[owned]]
+        self.dropped, self.kept = owned[~is_saved], owned[is_saved]
         """Indices of the checkpointed blocks' storages that are recomputed, and that are saved."""
         needed = self.dropped[lifetimes.free[self.dropped] >= lifetimes.backward]
         owner = lifetimes.owner[needed]
@@ -585,7 +653,7 @@ class Recomputation:
 
     @cached_property
     def _shift(self) -> Ints:
-        """(nodes + 1,) how many places are inserted up to and before each place of the traced program."""
+        """(nodes + 1,) how many places are inserted before each place of the traced program; the last entry has them all."""
         inserted = np.zeros(self._nodes + 1, dtype=np.int64)
         np.add.at(inserted, self._begins, self.slots)
         return np.cumsum(inserted)
@@ -603,10 +671,15 @@ class Recomputation:
 
     @cached_property
     def away(self) -> tuple[Ints, Ints, Ints]:
-        """(c,) the storages that go to the host; the places from which on each is there, and is on the device again."""
+        """What is on the host for a time, as three arrays (c,).
+
+        They are: the indices of the storages that go there; the place from which on each is there and its memory on the device
+        is free; the place from which on it has memory on the device again.
+        """
         counts = np.array([len(storages) for storages in self.copied], dtype=np.int64)
         if not counts.any():
             return (np.zeros(0, dtype=np.int64),) * 3
+        # By block, the index of the block ``window`` later, whose passes bound the copies.
         until = np.minimum(np.arange(len(counts)) + self.saving.window, len(counts) - 1)
         return (
             np.concatenate(self.copied),

@@ -50,29 +50,31 @@ BRANCHES = (
 
 
 def memory_words(precision: str, optimizer: str, copied: bool = False) -> str:
-    """Return a text on what a precision stands for, and the bytes of a parameter with its gradient and optimizer states.
+    """Return a text that explains a precision, and says the bytes of a parameter with its gradient and optimizer states.
 
     ``precision``: a name of :class:`Numerics`; ``optimizer``: a name of ``OPTIMIZERS``. ``copied``: whether ops read
-    parameters in a half type, and the optimizer updates float32 copies of them.
+    parameters in a half type (16 bits), and the optimizer updates float32 copies of them.
 
     >>> memory_words("bf16", "adamw")
     'bf16: autocast over float32 parameters, 16 bytes a parameter with adamw'
     >>> memory_words("bf16-pure", "none")
     'bf16-pure: everything in bfloat16, 4 bytes a parameter with its gradient'
     """
-    update, kept = OPTIMIZERS[optimizer], precision_of(precision)
-    if update.each is not None and not copied:  # adafactor or muon, whose states follow from shapes
-        pair = 2 * kept.width  # a parameter and its gradient
-        words = f"{pair:g} bytes a parameter with adafactor, and a number for each row and column of a matrix"
-        if optimizer == "muon":
-            words = f"{1.5 * pair:g} bytes a parameter of the blocks' matrices with muon, {2 * pair:g} of the rest with adamw"
-        return f"{precision_name(precision)}: {', '.join(filter(None, (kept.words, words)))}"
-    if copied and kept.is_autocast:
-        return f"{precision_name(precision)}: parameters in {kept.computes}, updated in float32 with {optimizer}"
-    parameter_bytes = kept.width * (2 + update.state_share(kept.width))  # the parameter, its gradient, and its states
-    size_words = f"{round(parameter_bytes, 1):g} bytes a parameter"
-    size_words += f" with {optimizer}" if optimizer != "none" else " with its gradient"
-    return f"{precision_name(precision)}: {', '.join(filter(None, (kept.words, size_words)))}"
+    update, numerics = OPTIMIZERS[optimizer], precision_of(precision)
+    if copied and numerics.is_autocast:
+        return f"{precision_name(precision)}: parameters in {numerics.computes}, updated in float32 with {optimizer}"
+    pair_bytes = 2 * numerics.width  # a parameter and its gradient
+    if update.each is None or copied:
+        parameter_bytes = numerics.width * (2 + update.state_share(numerics.width))  # with its gradient and its states
+        size_words = f"{round(parameter_bytes, 1):g} bytes a parameter"
+        size_words += f" with {optimizer}" if optimizer != "none" else " with its gradient"
+    elif optimizer == "muon":  # its states follow from shapes, as adafactor's do
+        size_words = f"{1.5 * pair_bytes:g} bytes a parameter of the blocks' matrices with muon"
+        size_words += f", {2 * pair_bytes:g} of the rest with adamw"
+    else:
+        size_words = f"{pair_bytes:g} bytes a parameter with adafactor"
+        size_words += ", and a number for each row and column of a matrix"
+    return f"{precision_name(precision)}: {', '.join(filter(None, (numerics.words, size_words)))}"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -140,7 +142,7 @@ class Exchanges:
     seconds: Floats
     """(n,) seconds of the collectives that follow an op and that the next op waits for; the host issues them like ops."""
     restarts: Sequence[int] = ()
-    """Ascending indices of ops before which the host waits for the device, so that it has issued nothing ahead."""
+    """Ascending indices of ops before which the host waits until the device has done all ops so far."""
 
 
 def time_step(
@@ -152,6 +154,9 @@ def time_step(
     Precision and layout are those that the graph was traced in (``meta``).
 
     Args:
+        graph: the traced or recorded graph of one pass; a recorded one may include its update.
+        device: the device with its datasheet.
+        constants: which shares of the datasheet's rates kernels reach, and the times of the host.
         optimizer: a name of ``OPTIMIZERS``, whose update follows the graph's ops; "none" for a graph with a recorded update.
         exchanges: the collectives of a step on several devices; None: the step runs on one.
 
@@ -163,9 +168,11 @@ def time_step(
     demand = demand_of(kernels, device, precision=str(graph.meta.get("precision", "fp32")))
     kernels_s = seconds(demand, constants)
     op_s = kernels.per_op(kernels_s)
-    op_s = op_s if exchanges is None else op_s + exchanges.seconds
+    if exchanges is not None:
+        op_s = op_s + exchanges.seconds
     issue_s = _issue_s(graph, op_s, constants)
-    issue_s = issue_s if exchanges is None else issue_s + constants.issue_s * (exchanges.seconds > 0)
+    if exchanges is not None:
+        issue_s = issue_s + constants.issue_s * (exchanges.seconds > 0)
     # The same of the update that follows the graph's ops.
     update = update_of(graph, optimizer)
     update_op_s = seconds(demand_of(update.kernels, device), constants)
@@ -189,11 +196,11 @@ def time_step(
     # Between two restarts the host issues ops ahead of the device; at a restart both begin together. A wait after the update's
     # last kernel delays nothing.
     waits = [len(op_s) + kernel for kernel in update.waits if kernel < len(update_op_s)]
-    bounds = [0, *(exchanges.restarts if exchanges is not None else ()), *waits, len(all_op_s)]
+    restarts = exchanges.restarts if exchanges is not None else ()
     end_s = np.zeros(len(all_op_s))
-    for begin, end in pairwise(bounds):
-        before_s = float(end_s[begin - 1]) if begin else 0.0
-        end_s[begin:end] = before_s + _ends_s(all_issue_s[begin:end], all_op_s[begin:end])
+    for begin, end in pairwise([0, *restarts, *waits, len(all_op_s)]):
+        restarted_s = float(end_s[begin - 1]) if begin else 0.0
+        end_s[begin:end] = restarted_s + _ends_s(all_issue_s[begin:end], all_op_s[begin:end])
     pass_end_s = end_s[len(op_s) - 1] if len(op_s) else 0.0
     update_s = float(end_s[-1] - pass_end_s) if len(update_op_s) else 0.0
     return PredictedStep(
@@ -214,19 +221,24 @@ def _issue_s(graph: Graph, op_s: Floats, constants: Constants) -> Floats:
     """Return (n,) the seconds in which the host issues each op: to launch its kernel, or for a view the share ``VIEW`` of that.
 
     Transfers take 0. So do free ops that the host never sees: those of ONNX files are folded before a run, autograd detaches
-    by itself, and a compiled step has no views. ``op_s`` (n,): of the ops on the device.
+    by itself, and a compiled step has no views. ``op_s`` (n,): the seconds of each op on the device; 0 for a view.
     """
     is_unseen = np.array([op_type.startswith("onnx.") or op_type == _DETACH for op_type in graph.op_type], dtype=bool)
     is_compiled = bool(graph.meta.get("compiled"))
     view_s = np.where(is_unseen | is_compiled, 0.0, VIEW * constants.issue_s)
     launch_s = (WRAPPED if is_compiled else 1.0) * constants.issue_s
-    return np.where(graph.kind == COMPUTE, np.where(op_s > 0, launch_s, view_s), 0.0)
+    compute_issue_s = np.where(op_s > 0, launch_s, view_s)
+    return np.where(graph.kind == COMPUTE, compute_issue_s, 0.0)
 
 
 def demand_float8(device: Device, precision: object) -> None:
-    """Raise InputError for a precision with linear layers in float8 on a device whose datasheet has no such rate."""
-    if linears := precision_of(precision).linears:
-        device.demand_rate(linears, str(precision))
+    """Raise InputError for a precision with linear layers in float8 on a device whose datasheet has no such rate.
+
+    ``precision``: a name of :class:`Numerics`, or None for float32.
+    """
+    linear_type = precision_of(precision).linears
+    if linear_type:
+        device.demand_rate(linear_type, str(precision))
 
 
 def _ends_s(issue_s: Floats, op_s: Floats) -> Floats:
@@ -303,7 +315,7 @@ class CostModel:
         return (self.residuals.high - self.residuals.low) / 2.0
 
 
-# The residuals that all devices share, in the order of CostModel's fields.
+# The kinds of residuals that all devices share, in the order of CostModel's fields.
 _Shared = Literal["host", "library", "product", "collective", "compiled"]
 _OF_ALL: tuple[_Shared, ...] = get_args(_Shared)
 
@@ -311,25 +323,34 @@ _OF_ALL: tuple[_Shared, ...] = get_args(_Shared)
 def cost_model(device: Device, calibration: CalibrationTable) -> CostModel:
     """Return the cost model of a device: with its own fit if a user calibrated it, else with its generation's factors.
 
-    A CPU without a fit is taken to reach its datasheet. The range of predictions depends on what was measured: steps on this
-    very device, steps on its generation, or none. A device whose figures the user gives counts as not measured.
+    A CPU without a fit is taken to reach its datasheet. ``calibration``: the fitted constants, which ship with ddltool.
     """
-    of_all = tuple(calibration.residuals[kind] for kind in _OF_ALL)
+    shared_residuals = tuple(calibration.residuals[kind] for kind in _OF_ALL)
     own_fit = device.fitted
     if own_fit is not None:
         constants = _constants(calibration, dict(own_fit.units))
         constants = replace(constants, issue_s=own_fit.issue_s, start_s=own_fit.start_s, update_s=own_fit.update_s)
-        return CostModel(device, constants, own_fit.residuals, *of_all)
+        return CostModel(device, constants, own_fit.residuals, *shared_residuals)
     if device.architecture == "CPU":
         return datasheet(device)
-    measured_names = {name_key(name) for name in calibration.devices}
-    is_measured = name_key(device.name) in measured_names and not device.source.startswith(GIVEN)
-    error_kind = "device" if is_measured else "generation" if device.branch in calibration.judged else "unknown"
-    residuals = calibration.residuals[error_kind]  # type: ignore[index]
-    if device.architecture not in get_args(Generation):
-        residuals = _ANOTHER_MAKER
     units = _units(device.branch, calibration)
-    return CostModel(device, _constants(calibration, units), residuals, *of_all)
+    return CostModel(device, _constants(calibration, units), _device_residuals(device, calibration), *shared_residuals)
+
+
+def _device_residuals(device: Device, calibration: CalibrationTable) -> Residuals:
+    """Return the range of measured / predicted for steps that are bound by a device without a fit of its own.
+
+    It depends on what was measured: steps on this very device, steps on its generation, or none. A device whose figures the
+    user gives counts as not measured.
+    """
+    if device.architecture not in get_args(Generation):
+        return _ANOTHER_MAKER
+    measured_names = {name_key(name) for name in calibration.devices}
+    if name_key(device.name) in measured_names and not device.source.startswith(GIVEN):
+        return calibration.residuals["device"]
+    if device.branch in calibration.judged:
+        return calibration.residuals["generation"]
+    return calibration.residuals["unknown"]
 
 
 # For other makers, only single operations were measured, which took from half to twice the predicted time, and no step.
@@ -346,29 +367,25 @@ def datasheet(device: Device) -> CostModel:
 
 
 def _constants(calibration: CalibrationTable, units: dict[str, float]) -> Constants:
-    """Return the calibrated constants, which all devices share, with the factors of one device by unit."""
+    """Return the calibrated constants, which all devices share, with one device's ``units``: its factors by unit."""
     shared: dict[str, Any] = {f.name: getattr(calibration, f.name) for f in fields(Constants) if f.name != "units"}
     return Constants(**shared, units=units)
 
 
 def _units(branch: str, calibration: CalibrationTable) -> dict[str, float]:
-    """Return, by unit, the factors of a branch of chips on the shares that kernels reach (matrix units, float32, memory).
+    """Return a generation's factors on the shares that kernels reach, by unit: matrix units, float32 units, memory.
 
     They are the measured ones; otherwise the geometric means of those of the nearest measured generations before and after it
-    in its branch of ``BRANCHES``; otherwise 1.
+    in its line of ``BRANCHES``; otherwise 1. ``branch``: the name of the generation as in ``BRANCHES``.
     """
-    factors_by_branch = calibration.generations
-    if branch in factors_by_branch:
-        return dict(factors_by_branch[branch])
-    generations = next((generations for generations in BRANCHES if branch in generations), ())
-    if not generations:
-        return dict.fromkeys(UNITS, 1.0)
-    branch_index = generations.index(branch)
-    earlier = next(
-        (factors_by_branch[name] for name in reversed(generations[:branch_index]) if name in factors_by_branch), None
-    )
-    later = next((factors_by_branch[name] for name in generations[branch_index:] if name in factors_by_branch), None)
-    neighbours = [units for units in (earlier, later) if units is not None]
+    measured_factors = calibration.generations
+    if branch in measured_factors:
+        return dict(measured_factors[branch])
+    line = next((generations for generations in BRANCHES if branch in generations), (branch,))
+    index = line.index(branch)
+    earlier = [measured_factors[name] for name in line[:index] if name in measured_factors]
+    later = [measured_factors[name] for name in line[index:] if name in measured_factors]
+    neighbours = [*earlier[-1:], *later[:1]]
     if not neighbours:
         return dict.fromkeys(UNITS, 1.0)
     return {unit: math.exp(float(np.mean([math.log(units[unit]) for units in neighbours]))) for unit in UNITS}
@@ -386,9 +403,12 @@ def estimate(
 
     A compute op lasts from the end of the op before it to its own end, so that an op for which the device waits for the host
     takes longer. ``meta`` gets the seconds of the update that follows the graph's ops (``update_s``), those of the host for an
-    op and for all of the graph (``issue_s``, ``issued_s``), and the factors on the
-    prediction between which 80 % of measurements are expected (``error_low``, ``error_high``). Transfers are spread over
-    ``network.parameter_servers`` channels; see :func:`assign_channels`. ``exchanges``: see :func:`time_step`.
+    op and for all of the graph (``issue_s``, ``issued_s``), and the factors on the prediction between which 80 % of
+    measurements are expected (``error_low``, ``error_high``), among other figures of :class:`PredictedStep`. Transfers are
+    spread over ``network.parameter_servers`` channels; see :func:`assign_channels`.
+
+    ``optimizer``: a name of ``OPTIMIZERS``, whose update follows. ``exchanges``: the collectives of a step on several devices;
+    None: the step runs on one.
     """
     graph = assign_channels(graph, network.parameter_servers)
     step = model.step(graph, optimizer=optimizer, exchanges=exchanges)
@@ -433,12 +453,13 @@ def estimate(
 def _whole_matrices(graph: Graph, optimizer: str) -> dict[str, float]:
     """Return entries of ``meta``: how many matrices an update needs whole, and their bytes in bfloat16.
 
-    Only Muon needs any; otherwise entries that the graph has already are set to 0, and others are left out.
+    Only Muon needs any. For another optimizer the entries are left out, but those that the graph has from an estimate with Muon
+    are set to 0.
     """
     if optimizer != "muon" or graph.mode != "training":
         return dict.fromkeys(graph.meta.keys() & {"update_matrices", "update_matrix_bytes"}, 0.0)
-    matrices = [2.0 * each.rows * each.columns for each in parameters_of(graph) if each.hidden]
-    return {"update_matrices": len(matrices), "update_matrix_bytes": sum(matrices)}
+    matrix_bytes = [2.0 * each.rows * each.columns for each in parameters_of(graph) if each.hidden]
+    return {"update_matrices": len(matrix_bytes), "update_matrix_bytes": sum(matrix_bytes)}
 
 
 def _estimate_source(source: Estimate | None) -> Estimate:
@@ -449,12 +470,14 @@ def _estimate_source(source: Estimate | None) -> Estimate:
 def coverage(graph: Graph) -> CoverageFigures:
     """Return the shares of compute ops, and of their estimated time, by the source of the estimate.
 
-    Sources: a rule for the op's type, a measurement, a default for types without a rule, "free" for ops that take no time (so
-    that their share of it is not told). The types without a rule are listed, the most frequent first.
+    Sources: a rule for the op's type, a measurement, a default for types without a rule, "free" for ops that take no time
+    (whose share of the time is left out). The types without a rule are listed, the most frequent first.
     """
     is_compute = graph.kind == COMPUTE
-    source, times_s = np.array(graph.estimate, dtype=object)[is_compute], np.nan_to_num(graph.duration_s)[is_compute]
-    op_count, total_s = max(len(times_s), 1), float(times_s.sum()) or 1.0
+    source = np.array(graph.estimate, dtype=object)[is_compute]
+    times_s = np.nan_to_num(graph.duration_s)[is_compute]
+    op_count = max(len(times_s), 1)
+    total_s = float(times_s.sum()) or 1.0
     figures: dict[str, float] = {}
     for name in ("rule", "measured", "default", "free"):
         is_chosen = source == name

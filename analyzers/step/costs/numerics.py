@@ -1,4 +1,7 @@
-"""Numerics in which a step takes less memory: what to try where nothing fits."""
+"""Numerics in which a step takes less memory: what to try where nothing fits.
+
+Numerics are a job's precision, its optimizer, and whether LoRA adapters are trained in place of the model.
+"""
 
 from __future__ import annotations
 
@@ -12,35 +15,54 @@ from ddltool.precision import precision_of
 # The rank of the adapters that are tried.
 _RANK = 16
 Change = Mapping[str, Any]
-"""Fields of a job in place of its own: precision, optimizer, lora."""
+"""Values for fields of a job in place of its own, by name: precision, optimizer, lora (the rank of adapters)."""
 
 
 def smaller_numerics(precision: str, optimizer: str, lora: int | None, devices: Sequence[Device]) -> list[Change]:
     """Return changes of a job's numerics that need less memory, in the order in which they are to be tried.
 
-    An 8-bit optimizer; everything in the half type that all ``devices`` compute in, parameters included (bf16-pure or
-    fp16-pure); both; LoRA adapters, which alone are then trained. ``lora``: the rank of adapters that the job has already,
-    whose states are few, so that an 8-bit optimizer is not tried beside them; None: it has none.
+    They are: an 8-bit optimizer; everything in the half type (16 bits) that all ``devices`` compute in, parameters included
+    (bf16-pure or fp16-pure); both; and LoRA adapters, which alone are then trained. A change that the job has already is left
+    out.
+
+    Args:
+        precision: the job's, a name as in :class:`Numerics`.
+        optimizer: the job's, a name of ``OPTIMIZERS``.
+        lora: the rank of adapters that the job has already, whose states are few, so that an 8-bit optimizer is not tried
+            beside them; None: it has none.
+        devices: the device types that the job may run on.
 
     >>> from ddltool.shipped import devices
     >>> smaller_numerics("fp32", "adamw-8bit", None, [devices().device("V100")])
     [{'precision': 'fp16-pure'}, {'lora': 16}]
     """
     pure = "bf16-pure" if all("bfloat16" in device.peak_flops for device in devices) else "fp16-pure"
-    eight_bit: Change = {"optimizer": "adamw-8bit"} if optimizer != "adamw-8bit" and lora is None else {}
-    halved: Change = {"precision": pure} if precision_of(precision).width > 2 else {}
-    both: Change = {**halved, **eight_bit} if halved and eight_bit else {}
-    return [change for change in (eight_bit, halved, both, {"lora": _RANK} if lora is None else {}) if change]
+    eight_bit: Change = {"optimizer": "adamw-8bit"}
+    halved: Change = {"precision": pure}
+    has_eight_bit = optimizer != "adamw-8bit" and lora is None
+    has_halved = precision_of(precision).width > 2  # bytes of a parameter
+    changes: list[Change] = []
+    if has_eight_bit:
+        changes.append(eight_bit)
+    if has_halved:
+        changes.append(halved)
+    if has_halved and has_eight_bit:
+        changes.append({**halved, **eight_bit})
+    if lora is None:
+        changes.append({"lora": _RANK})
+    return changes
 
 
 def least_that_fit(changes: Sequence[Change], fits: Callable[[Change], bool]) -> list[str]:
-    """Return the changes that let a step fit, as options; of several values at once only where none of them does alone.
+    """Return the changes that let a step fit, each as the text of its options, such as "--precision bf16-pure".
 
-    ``fits`` tries one; what it raises InputError for, such as adapters of a model that takes none, does not fit.
+    A change of several values is returned only where none of its values is enough alone. ``changes``: those to try, those of
+    one value first. ``fits``: tries one; a change for which it raises InputError, such as adapters of a model that takes none,
+    does not fit.
     """
     fitting: list[Change] = []
     for change in changes:
-        if any(one.items() <= change.items() for one in fitting):  # a part of it is enough
+        if any(smaller.items() <= change.items() for smaller in fitting):  # a part of it is enough
             continue
         try:
             if fits(change):

@@ -2,8 +2,9 @@
 
 Each process copies its part of a block to the device on the stream of the gathers, before it is gathered, and its part of the
 reduced gradients back behind the reduction: both run beside compute, as collectives do. The update waits for the last copy,
-runs on the host at the speed of its memory, which the processes of a node share, and nothing hides it. Of a second pass on the
-host adds the gradients, and waits for them. Memory: :meth:`~.memory.TensorLifetimes.host_bytes`. Start at :class:`HostCopies`.
+runs on the host at the speed of its memory, which the processes of a node share, and nothing hides it. With gradient
+accumulation, from the second pass on the host adds the gradients, and waits for them. Memory:
+:meth:`~.memory.TensorLifetimes.host_bytes`. Start at :class:`HostCopies`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ _GRACE, _GRACE_BYTES_PER_S = ("GH200", "GB200", "GB300"), 0.76 * 450e9
 
 
 def host_link_bytes_per_s(device: Device) -> float:
-    """Return the bytes per second of a copy between a device and pinned memory of its host, one way."""
+    """Return the bytes per second of a copy between a device and pinned memory of its host, one way.
+
+    The link is NVLink-C2C beside a Grace CPU, else the PCIe version of the device's generation.
+    """
     if device.name.startswith(_GRACE):
         return _GRACE_BYTES_PER_S
     return parse_link(_LANES.get(device.architecture, "pcie4")).bytes_per_s
@@ -44,34 +48,49 @@ def demand_host_update(optimizer: str) -> None:
 
 
 def host_update_s(graph: Graph, sharding: Sharding) -> float:
-    """Return the seconds in which a node's host updates the parts of its processes: all passes over its memory.
+    """Return the seconds in which a node's host updates the shards of its processes: all passes over its memory.
 
-    ``graph``: timed, so that its ``meta`` names the optimizer and has the host's time to go through the tensors.
+    ``graph``: one pass with times, whose ``meta`` names the optimizer and has the host's time to go through the tensors
+    (``update_host_s``). ``sharding``: with shards on the host.
     """
     width = precision_of(graph.meta.get("precision")).width
-    passes = sum(OPTIMIZERS[str(graph.meta.get("optimizer") or "none")].kernels_at(width))
-    return float(graph.meta.get("update_host_s") or 0.0) + passes * _own_part_s(graph, sharding)
+    optimizer = OPTIMIZERS[str(graph.meta.get("optimizer") or "none")]
+    memory_passes = sum(optimizer.kernels_at(width))  # how often the parameters' bytes are read or written
+    tensors_s = float(graph.meta.get("update_host_s") or 0.0)
+    return tensors_s + memory_passes * _own_part_s(graph, sharding)
 
 
 def host_sum_s(graph: Graph, sharding: Sharding) -> float:
-    """Return the seconds in which the host adds the gradients of one pass to those before: two read, one written."""
-    return float(graph.meta.get("sum_launch_s") or 0.0) + 3.0 * _own_part_s(graph, sharding)
+    """Return the seconds in which the host adds the gradients of one pass to those of the passes before.
+
+    ``graph``: one pass with times. ``sharding``: with shards on the host.
+    """
+    launch_s = float(graph.meta.get("sum_launch_s") or 0.0)
+    return launch_s + 3.0 * _own_part_s(graph, sharding)  # two gradients are read, and one is written
 
 
 def _own_part_s(graph: Graph, sharding: Sharding) -> float:
-    """Return the seconds in which the host reads a process's part of the parameters once, while its other processes do."""
-    return float(graph.trained_bytes) / sharding.shard / (HOST_BYTES_PER_S / sharding.on_host)
+    """Return the seconds in which a process reads its shard of the trained parameters from its host's memory once.
+
+    All processes of the node do so at the same time, and share the rate of the memory.
+    """
+    shard_bytes = float(graph.trained_bytes) / sharding.shard
+    own_bytes_per_s = HOST_BYTES_PER_S / sharding.on_host
+    return shard_bytes / own_bytes_per_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostCopies:
-    """A group whose processes copy their parts from the host before they gather, and to it once they have reduced."""
+    """A group whose processes copy their shards from the host before they gather, and to it once they have reduced.
+
+    Its methods are those of any :class:`Communicator`; bytes are those of the whole tensor, not of a process's shard.
+    """
 
     group: Communicator
     shard: int
     """Processes that share one copy of the parameters."""
     bytes_per_s: float
-    """Of the slowest process's link to its host."""
+    """The rate of the slowest process's link to its host, one way."""
     kept_share: float
     """The bytes of parameters as they are kept over those as they are gathered."""
 
@@ -79,9 +98,10 @@ class HostCopies:
     def around(
         cls, group: Communicator, sharding: Sharding, devices: Iterable[Device], kept_share: float
     ) -> Communicator:
-        """Return ``group`` with the copies of a sharding's parts around its collectives; itself where parts are on the devices.
+        """Return ``group`` with copies to and from the host around its collectives; ``group`` itself where nothing lies there.
 
-        ``devices``: of the processes. ``kept_share``: see the class.
+        ``sharding``: that of the processes of ``group``. ``devices``: the types of their devices. ``kept_share``: the bytes of
+        parameters as they are kept over those as they are gathered.
         """
         if not sharding.on_host:
             return group

@@ -1,5 +1,7 @@
 """The time of a single matrix product or collective, and what limits it: easy to check before believing a whole step.
 
+A product is a matrix product, a collective an exchange among several GPUs. Times are those of a loop of one operation.
+
 Start at :func:`time_product` and :func:`time_collective`.
 """
 
@@ -43,7 +45,7 @@ _LARGEST_SIDE = 2**40
 _BY_MEMORY = 0.8
 # Large enough that NCCL chooses an algorithm by its bandwidth.
 _LARGE_BYTES = 2.0**30
-# The word in a device's data that tells a rack joined by NVLink, and the number of its GPUs.
+# The word in a device's data that says that NVLink joins a whole rack, and the number of the rack's GPUs.
 _RACK, _RACK_GPUS = "NVL72", 72
 
 
@@ -58,7 +60,7 @@ def time_product(model: CostModel, text: str, precision: str) -> OperationTime:
         raise InputError("--product", f"{text!r} is no product", "give MxNxK, such as 8192x8192x4096")
     name: ProductPrecision = known("--precision", precision, get_args(ProductPrecision))  # type: ignore[assignment]
     dtype, width, result_width = _TYPES[name]
-    rate = "tf32" if name == "tf32" else dtype.partition("_")[0]
+    rate = "tf32" if name == "tf32" else dtype.partition("_")[0]  # the name of the device's peak
     device = model.device
     device.demand_rate(rate, name)
     sizes = [float(size) for size in text.split("x")]
@@ -69,31 +71,31 @@ def time_product(model: CostModel, text: str, precision: str) -> OperationTime:
     start_s = model.constants.start_s
     only_traffic = replace(demand, arithmetic_s=demand.arithmetic_s * 0.0, fed_s=demand.fed_s * 0.0)
     [traffic_s] = seconds(only_traffic, model.constants).tolist()
-    [on_units] = demand.on_tensor.tolist()
-    limit = (
-        "the start of a kernel" if start_s > time_s / 2
-        else "memory" if traffic_s - start_s > _BY_MEMORY * (time_s - start_s)
-        else "matrix units" if on_units
-        else "float32 units"
-    )  # fmt: skip
-    rate_per_s = float(kernels.flops[0]) / time_s
-    share = rate_per_s / device.peak_flops[rate]
-    return _ranged(
-        f"{text} {name}",
-        time_s,
-        model.product_residuals,
-        f"{limit}: {rate_per_s / 1e12:.4g} x 10^12/s, {share:.0%} of peak{_UNMEASURED if name == 'nvfp4' else ''}",
-    )
+    [on_matrix_units] = demand.on_tensor.tolist()
+    if start_s > time_s / 2:
+        limit = "the start of a kernel"
+    elif traffic_s - start_s > _BY_MEMORY * (time_s - start_s):
+        limit = "memory"
+    elif on_matrix_units:
+        limit = "matrix units"
+    else:
+        limit = "float32 units"
+    flops_per_s = float(kernels.flops[0]) / time_s
+    share_of_peak = flops_per_s / device.peak_flops[rate]
+    limit += f": {flops_per_s / 1e12:.4g} x 10^12/s, {share_of_peak:.0%} of peak"
+    if name == "nvfp4":
+        limit += _UNMEASURED
+    return _ranged(f"{text} {name}", time_s, model.product_residuals, limit)
 
 
 def warm_demand(kernels: Kernels, device: Device, precision: str) -> Demand:
     """Return the demand of operations that run in a loop, with their operands in the last cache as far as they fit.
 
-    What fits there saves the share ``_CACHED`` of its traffic. ``precision``: see :func:`demand_of`.
+    What fits there saves the share ``_CACHED`` of its traffic. ``precision``: "tf32" if float32 products may use TF32, else
+    "fp32".
     """
-    demand = demand_of(
-        kernels, device, precision=precision, brief=True
-    )  # brief: too short to be slowed by the power limit
+    # Such a loop is too brief to be slowed by the power limit.
+    demand = demand_of(kernels, device, precision=precision, brief=True)
     fitting = np.minimum(device.l2_bytes / np.maximum(kernels.moved_bytes, 1.0), 1.0)
     return replace(demand, traffic_s=demand.traffic_s * (1.0 - _CACHED * fitting))
 
@@ -101,9 +103,9 @@ def warm_demand(kernels: Kernels, device: Device, precision: str) -> Demand:
 def time_collective(model: CostModel, text: str) -> OperationTime:
     """Return the time of a collective given as ``all-reduce:64MiB:8`` (name, bytes, GPUs), and what limits it.
 
-    An algorithm may follow: ``:ring``, ``:tree`` or ``:nvls``. The bytes are those of the whole tensor that is reduced,
-    gathered or scattered. The GPUs are in one node, on the device's own link. If NCCL would choose NVLS, the time without it
-    is told, too. Raises InputError for any other text.
+    An algorithm may follow: ``:ring``, ``:tree`` or ``:nvls`` (reduction in the NVLink switches). The bytes are those of the
+    whole tensor that is reduced, gathered or scattered. The GPUs are in one node, on the device's own link. If NCCL would
+    choose NVLS, the text on the limit gives the time without it, too. Raises InputError for any other text.
     """
     parts = text.split(":")
     remedy = "give NAME:SIZE:GPUS, such as all-reduce:64MiB:8"
@@ -129,39 +131,47 @@ def time_collective(model: CostModel, text: str) -> OperationTime:
     limit = "latency" if latency_s > time_s / 2 else f"{fabric.inside.text or 'the link'}"
     limit += f": {size_bytes / time_s / 1e9:.4g} GB/s, {chosen} {protocol}"
     if chosen == "nvls":
-        without = collective_s(replace(fabric, algorithms=("ring", "tree")).over(replicas), name, size_bytes)
-        limit += f"; {without * 1e6:.4g} us without NVLS (NCCL before 2.17, NCCL_NVLS_ENABLE=0, XLA)"
+        group_without_nvls = replace(fabric, algorithms=("ring", "tree")).over(replicas)
+        without_nvls_s = collective_s(group_without_nvls, name, size_bytes)
+        limit += f"; {without_nvls_s * 1e6:.4g} us without NVLS (NCCL before 2.17, NCCL_NVLS_ENABLE=0, XLA)"
     return _ranged(f"{name} of {show_bytes(size_bytes)} on {replicas}", time_s, model.collective_residuals, limit)
 
 
 def own_fabric(device: Device) -> Fabric:
-    """Return the fabric of one node of a device type, on the device's own link.
+    """Return the fabric (the GPUs of a node and their links) of one node of a device type, on the device's own link.
 
-    The node has the 72 GPUs of a rack if the device's data names one that NVLink joins, else 8.
+    The node has the 72 GPUs of a rack if the device's data names one that NVLink joins, else ``DEVICES_PER_NODE``.
     """
     is_rack = _RACK in f"{device.title} {device.source} {device.note}"
     return fabric_of(device, gpus_per_node=_RACK_GPUS if is_rack else DEVICES_PER_NODE)
 
 
 def collective_s(group: Group, name: str, size_bytes: float) -> float:
-    """Return the seconds of a collective of ``_COLLECTIVES`` on a tensor of ``size_bytes`` in all.
+    """Return the seconds of a collective among the GPUs of ``group``.
 
-    An all-to-all counts as an all-gather: as many bytes pass each link.
+    ``name``: one of ``_COLLECTIVES``. ``size_bytes``: of the whole tensor that is reduced, gathered or scattered.
     """
     if name == "all-reduce":
         return group.all_reduce_s(size_bytes)
-    return group.reduce_scatter_s(size_bytes) if name == "reduce-scatter" else group.all_gather_s(size_bytes)
+    if name == "reduce-scatter":
+        return group.reduce_scatter_s(size_bytes)
+    # An all-to-all counts as an all-gather: as many bytes pass each link.
+    return group.all_gather_s(size_bytes)
 
 
 def _algorithms(group: Group, size_bytes: float) -> Sequence[Algorithm]:
-    """Return the two algorithms that NCCL chooses for an all-reduce of a size and of a large one; NVLS shows in one of them."""
+    """Return two algorithms: those that NCCL chooses for an all-reduce of ``size_bytes``, and for a large one.
+
+    A group can use NVLS if it is one of the two: NCCL may choose it for large tensors only, or for small ones only.
+    """
     return [group.chosen("all_reduce", size)[0] for size in (size_bytes, _LARGE_BYTES)]
 
 
 def _ranged(operation: str, time_s: float, residuals: Residuals, limit: str) -> OperationTime:
-    """Return the time of an operation with the range of ``residuals``, in which 80 % of measurements are expected.
+    """Return the time of an operation with the range in which 80 % of measurements are expected.
 
-    ``operation``: its name; ``limit``: a text that says what limits it.
+    ``operation``: its name, for the result. ``residuals``: the range of measured / predicted for such operations. ``limit``: a
+    text that says what limits it.
     """
     return OperationTime(
         operation=operation,

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 
 import numpy as np
 
@@ -23,7 +22,8 @@ from ddltool.graph import NO_GEMM, SEND, Gemm, Graph
 from ddltool.precision import precision_of
 
 Row = tuple[str, str, float, Gemm]
-"""A kernel: (op type, type that it works in, bytes that it moves, its product)."""
+"""A kernel: (op type such as "mm", torch's name of the type that it works in, bytes that it reads and writes, shape of its
+matrix product or ``NO_GEMM``)."""
 VIEW_OP, WAIT = "view", "wait"
 """Op types of rows that are no kernel: a view, which takes time of the host, and a number that the host waits for."""
 # Muon's Newton-Schulz iterations, and the bytes of an element of bfloat16, in which they compute.
@@ -36,6 +36,7 @@ class Parameter:
 
     name: str
     size_bytes: float
+    """Bytes of all its elements."""
     width: float
     """Bytes of an element."""
     dtype: str
@@ -89,10 +90,12 @@ def _muon(parameter: Parameter) -> Iterator[Row]:
 
     A matrix with more rows than columns is transposed first, so that its product with itself is as small as possible.
     """
-    size, kept, half_type = parameter.size_bytes, parameter.dtype, "bfloat16"
+    size = parameter.size_bytes
+    kept = parameter.dtype
+    half_type = "bfloat16"
     m, n = sorted((parameter.rows, parameter.columns))
-    # The bytes of the matrix (m, n) in bfloat16, and of its product with itself (m, m).
-    whole, gram = _HALF * m * n, _HALF * m * m
+    whole = _HALF * m * n  # bytes of the matrix (m, n) in bfloat16
+    gram = _HALF * m * m  # bytes of its product with itself (m, m)
     transposed = [_view] if parameter.rows > parameter.columns else []
     yield "lerp_", kept, 3 * size, NO_GEMM
     yield "lerp", kept, 3 * size, NO_GEMM
@@ -113,7 +116,10 @@ def _muon(parameter: Parameter) -> Iterator[Row]:
 
 
 def _adafactor(parameter: Parameter) -> Iterator[Row]:
-    """Yield the kernels of Adafactor's update of one parameter; the host waits for two norms."""
+    """Yield the kernels of Adafactor's update of one parameter, and two waits of the host for a norm.
+
+    Of a matrix the variance is estimated from the means of its rows and of its columns, whose outer product it is taken to be.
+    """
     size, width = parameter.size_bytes, parameter.width
     one = width * max(parameter.count, 1.0)  # bytes of one number for each of its matrices
 
@@ -128,18 +134,26 @@ def _adafactor(parameter: Parameter) -> Iterator[Row]:
 
     yield from norm()
     if parameter.rows:
-        row, column = (
-            size * share for share in _factored(parameter)
-        )  # bytes of a number for each row, for each column
-        for part in (row, column):
-            yield kernel("linalg_vector_norm", size + part)
-            yield from (kernel(*each) for each in (("pow_", 2 * part), ("div_", 2 * part), ("lerp_", 3 * part)))
-        product_type = "mm" if parameter.count == 1 else "bmm"
-        yield kernel(product_type, row + column + size, (parameter.count, parameter.rows, parameter.columns, 1.0))
-        yield from (kernel(*each) for each in (("mean", row + one), ("clamp_", 2 * one), ("div_", 2 * size + one)))
+        row_share, column_share = _factored(parameter)
+        row_means = size * row_share  # bytes of a number for each row
+        column_means = size * column_share
+        for means in (row_means, column_means):
+            yield kernel("linalg_vector_norm", size + means)
+            yield kernel("pow_", 2 * means)
+            yield kernel("div_", 2 * means)
+            yield kernel("lerp_", 3 * means)
+        outer_product = (parameter.count, parameter.rows, parameter.columns, 1.0)
+        yield kernel("mm" if parameter.count == 1 else "bmm", row_means + column_means + size, outer_product)
+        yield kernel("mean", row_means + one)
+        yield kernel("clamp_", 2 * one)
+        yield kernel("div_", 2 * size + one)
     else:
-        yield from (kernel(*each) for each in (("mul", 2 * size), ("lerp_", 3 * size), ("clone", 2 * size)))
-    yield from (kernel(*each) for each in (("clamp_", 2 * size), ("rsqrt_", 2 * size), ("mul_", 3 * size)))
+        yield kernel("mul", 2 * size)
+        yield kernel("lerp_", 3 * size)
+        yield kernel("clone", 2 * size)
+    yield kernel("clamp_", 2 * size)
+    yield kernel("rsqrt_", 2 * size)
+    yield kernel("mul_", 3 * size)
     yield from norm()
     yield kernel("add_", 3 * size)
 
@@ -149,9 +163,9 @@ _wait: Row = (WAIT, "", 0.0, NO_GEMM)
 
 
 def _factored(parameter: Parameter) -> tuple[float, ...]:
-    """Return the bytes of Adafactor's states over the parameter's.
+    """Return the bytes of each of Adafactor's states, as shares of the parameter's bytes.
 
-    They are a number for each row and one for each column of a matrix, and a copy of a vector.
+    They are two for a matrix, a number for each row and a number for each column, and one for a vector, a copy of it.
     """
     return (1.0 / parameter.columns, 1.0 / parameter.rows) if parameter.rows else (1.0,)
 
@@ -201,7 +215,7 @@ def parameters_of(graph: Graph) -> tuple[Parameter, ...]:
     container = block_container(names, graph.size_bytes[sends].tolist())
     found = []
     for op, name in zip(sends, names, strict=True):
-        count, _, rows, columns = graph.gemm[op].tolist()
+        count, _, rows, columns = graph.gemm[op].tolist()  # a send has the shape of its parameter there
         if not columns:
             raise InputError("--optimizer", f"{graph.name} does not say the shapes of its parameters", "trace it again")
         is_hidden = count == 1 and (container is None or bool(block_of(name, container)))
@@ -221,8 +235,9 @@ _WIDTHS = {"float64": 8.0, "bfloat16": 2.0, "float16": 2.0}
 def update_of(graph: Graph, optimizer: str) -> IssuedUpdate:
     """Return the kernels of the update that follows a traced training step; none for inference or without trained parameters.
 
-    ``optimizer``: a name of ``OPTIMIZERS``. Raises InputError as :func:`parameters_of` does, and if an optimizer that updates
-    some parameters by themselves finds none of these.
+    ``graph``: the step's, without a recorded update. ``optimizer``: a name of ``OPTIMIZERS``. Raises InputError for an
+    optimizer that goes by parameters' shapes (Muon, Adafactor) if the graph lacks them, or has no parameter that it would
+    update.
     """
     update = OPTIMIZERS[optimizer]
     if graph.mode != "training" or not graph.trained_bytes:
@@ -239,7 +254,8 @@ def update_of(graph: Graph, optimizer: str) -> IssuedUpdate:
 def _kernels_over_all_tensors(update: Optimizer, width: float, size_bytes: float, tensors: int) -> Iterator[Row]:
     """Yield the kernels of an update over all tensors at once, that of the step counters first if there are any.
 
-    ``tensors``: their number; ``size_bytes``: of all parameters together; ``width``: bytes of an element.
+    ``width``: bytes of an element of the parameters; ``size_bytes``: of all parameters together; ``tensors``: how many there
+    are, each of which has a counter.
     """
     counter_bytes = float(update.counters * tensors)
     if counter_bytes:
@@ -263,7 +279,10 @@ def _update_per_parameter(parameters: tuple[Parameter, ...], optimizer: str) -> 
 
 
 def _issued_update(rows: list[Row]) -> IssuedUpdate:
-    """Return the update of rows of kernels, views and waits, in order; views and waits belong to the kernel after them."""
+    """Return an update as the host issues it; ``rows``: its kernels, views and waits in order.
+
+    Views and waits belong to the kernel that comes after them.
+    """
     kernels: list[Row] = []
     views: list[int] = []
     waits: list[int] = []
@@ -285,10 +304,12 @@ def state_shares(parameter: Parameter, optimizer: str) -> tuple[float, ...]:
 
     A parameter that the optimizer does not update by itself has AdamW's states: two copies, and a counter of steps.
     """
-    update, rest = OPTIMIZERS[optimizer], OPTIMIZERS["adamw"]
+    update = OPTIMIZERS[optimizer]
     if update.shares is not None and update.takes(parameter):
         return update.shares(parameter)
-    return (*(1.0,) * rest.states, rest.counters / parameter.size_bytes)
+    adamw = OPTIMIZERS["adamw"]
+    copies = (1.0,) * adamw.states
+    return (*copies, adamw.counters / parameter.size_bytes)
 
 
 def state_share(graph: Graph, optimizer: str) -> float:
@@ -312,16 +333,18 @@ def temporaries(parameters: tuple[Parameter, ...], optimizer: str) -> tuple[floa
     """
     update = OPTIMIZERS[optimizer]
     taken = [parameter for parameter in parameters if update.takes(parameter)]
+    held_by_parameter: list[tuple[float, ...]] = []
     if optimizer == "muon":
-        sizes = (
-            (
-                each.size_bytes,
-                *(_HALF * each.rows * each.columns,) * 2,
-                *(_HALF * min(each.rows, each.columns) ** 2,) * 2,
-            )
-            for each in taken
+        for parameter in taken:
+            matrix_bytes = _HALF * parameter.rows * parameter.columns
+            square_bytes = _HALF * min(parameter.rows, parameter.columns) ** 2
+            held_by_parameter.append((parameter.size_bytes, matrix_bytes, matrix_bytes, square_bytes, square_bytes))
+    else:
+        estimate_before = (
+            0.0  # torch's loop still holds the estimate of the parameter before when it makes the next one's
         )
-        return max(sizes, key=sum, default=())
-    own = [(each.size_bytes,) * (1 if each.rows else 2) for each in taken]  # of a vector the square, too
-    # torch's loop still holds the estimate of the parameter before when it makes the next one's.
-    return max(((before[0], *now) for before, now in pairwise([(0.0,), *own])), key=sum, default=())
+        for parameter in taken:
+            own = (parameter.size_bytes,) if parameter.rows else (parameter.size_bytes, parameter.size_bytes)
+            held_by_parameter.append((estimate_before, *own))
+            estimate_before = parameter.size_bytes
+    return max(held_by_parameter, key=sum, default=())

@@ -1,12 +1,14 @@
 """Steps of replicas that are each spread over several GPUs: by tensors inside a block, and by blocks in a pipeline.
 
-GPUs = replicas x pipeline x tensor. As Megatron-LM places them, the ranks of one tensor group are neighbours, then come the
-replicas, and the stages of a pipeline lie farthest apart. A rank's work is :mod:`.tensor_parallel`'s; a stage has as many
-blocks as any other, the first with the embedding, the last with the head and the loss. A step's passes are the micro-batches
-of the schedule 1F1B (Narayanan et al., arXiv:2104.04473), or of its interleaved form where a GPU has several stages; it is
-played pass by pass, so that the bubble of uneven stages is what it is. Where the replicas hold whole parameters, memory and
-updates are Megatron-LM's: ``bf16`` and ``fp16`` compute with parameters of the half type, sum gradients in one float32
-buffer, which is reduced after the last pass, and update float32 copies; shards are FSDP2's. Start at :func:`parallel_curve`.
+GPUs = replicas x pipeline x tensor. A rank is a GPU of a tensor group, whose GPUs share the matrix products of a block; a stage
+is a GPU of a pipeline, with the blocks that it runs. As Megatron-LM places them, the ranks of one tensor group are neighbours,
+then come the replicas, and the stages of a pipeline lie farthest apart. A rank's work is :mod:`.tensor_parallel`'s; a stage has
+as many blocks as any other, the first with the embedding, the last with the head and the loss. A step's passes are the
+micro-batches of the schedule 1F1B (Narayanan et al., arXiv:2104.04473), or of its interleaved form where a GPU has several
+stages; it is simulated pass by pass, so that the idle time of uneven stages (the bubble) is what it is. Where the replicas hold
+whole parameters, memory and updates are Megatron-LM's: ``bf16`` and ``fp16`` compute with parameters of the half type, sum
+gradients in one float32 buffer, which is reduced after the last pass, and update float32 copies; shards are FSDP2's. Start at
+:func:`parallel_curve`.
 """
 
 from __future__ import annotations
@@ -47,11 +49,11 @@ _NORM_AND_CAST, _ZEROED = 1.5, 1.0
 
 
 def parallel_curve(curve: WorkCurve, setting: Setting) -> WorkCurve:
-    """Return the work of one GPU's stage and rank under a setting's layout; ``curve`` itself for a layout of one GPU.
+    """Return the work of one GPU under a setting's layout of several GPUs per replica; ``curve`` itself for a layout of one.
 
-    ``curve``: the work of the step on one GPU. Raises InputError as :func:`rank_of` does, for a number of blocks that the
-    stages do not divide, and for settings that are not modelled beside such a layout: shards on the host, a budget of memory,
-    and degrees that do not go together.
+    ``curve``: the work of the step on one GPU. Raises InputError for a model that so many ranks or stages cannot share, and for
+    settings that are not modelled beside such a layout: shards or saved tensors on the host, a budget of memory, and degrees
+    that do not go together.
     """
     layout = setting.layout
     if layout == ParallelDegrees():
@@ -87,7 +89,7 @@ class _Ranks:
     def rank(self, traced: TracedStep) -> Rank:
         """Return the step of one rank of a tensor group; the whole step if the group has one rank.
 
-        Tracing the result at another batch size gives a rank's step, too.
+        ``traced``: a trace of the whole step. Tracing the result at another batch size gives a rank's step, too.
         """
         size = traced.graph.batch_size
         if size not in self._known:
@@ -111,7 +113,9 @@ class ParallelCurve(WorkCurve):
     whole: WorkCurve
     """The work of the whole step on one GPU."""
     ranks: _Ranks
+    """Makes a rank's step from a trace of the whole one."""
     layout: ParallelDegrees
+    """How the GPUs of one replica share its model."""
     passes: int
     """How many micro-batches of a step go through the pipeline, on which its memory depends."""
     _stages: dict[int, Stages] = field(default_factory=dict)
@@ -138,7 +142,10 @@ class ParallelCurve(WorkCurve):
     def held(
         self, batch_size: int, sharding: Sharding, optimizer: str, saving: SavedOps | Saving | str = "none"
     ) -> Held | None:
-        """Return the bytes that a process of the stage with the highest peak holds; see :meth:`WorkCurve.held`."""
+        """Return the bytes that a process of the stage with the highest peak holds at every place of the program.
+
+        The arguments are those of :meth:`WorkCurve.held`; None: the step cannot be traced at so large a batch.
+        """
         if self.traced.largest is not None and batch_size > self.traced.largest:
             return None
         stages = self._stages_at(batch_size)
@@ -157,19 +164,20 @@ class ParallelCurve(WorkCurve):
         The time of an exchange within the tensor group is added to that of the op that it follows.
         """
         graph = self.traced.at(batch_size)
-        rank = self._stages_at(batch_size).rank
+        stages = self._stages_at(batch_size)
         group = setting.fabric.over(self.layout.tensor)
-        size = np.array(rank.exchanged_bytes(batch_size))
-        seconds = group.all_reduce_s(size) if len(size) else size
-        if self.layout.sequence:
-            is_whole = np.array([exchange.whole for exchange in rank.exchanges], dtype=bool)
-            seconds = np.where(is_whole, seconds, group.reduce_scatter_s(size) + group.all_gather_s(size))
-        exchange_s = np.zeros(len(graph))
-        place_of = {name: place for place, name in enumerate(graph.names)}
-        np.add.at(exchange_s, [place_of[exchange.op] for exchange in rank.exchanges], seconds)
-        run = compiled(graph) if setting.compile else graph
-        exchanges = Exchanges(seconds=exchange_s, restarts=self._stages_at(batch_size).restarts(graph))
-        return estimate(run, model, Network(), optimizer=setting.optimizer, exchanges=exchanges)
+        exchanged_bytes = np.array(stages.rank.exchanged_bytes(batch_size))
+        seconds = group.all_reduce_s(exchanged_bytes) if len(exchanged_bytes) else exchanged_bytes
+        if self.layout.sequence:  # a reduce-scatter and an all-gather, unless every rank needs the whole sum
+            is_whole = np.array([exchange.whole for exchange in stages.rank.exchanges], dtype=bool)
+            divided_s = group.reduce_scatter_s(exchanged_bytes) + group.all_gather_s(exchanged_bytes)
+            seconds = np.where(is_whole, seconds, divided_s)
+        exchange_s = np.zeros(len(graph))  # by op
+        index_of = {name: index for index, name in enumerate(graph.names)}
+        np.add.at(exchange_s, [index_of[exchange.op] for exchange in stages.rank.exchanges], seconds)
+        executed = compiled(graph) if setting.compile else graph
+        exchanges = Exchanges(seconds=exchange_s, restarts=stages.restarts(graph))
+        return estimate(executed, model, Network(), optimizer=setting.optimizer, exchanges=exchanges)
 
     def step_time(
         self, graph: Graph, program: Program, model: CostModel, setting: Setting, placement: Placement, batch_size: int
@@ -184,7 +192,8 @@ class ParallelCurve(WorkCurve):
         size = stages.lifetimes.sizes(self.scaled(batch_size))
         # The schedule without what replicas exchange.
         forward_s, backward_s = stages.seconds(graph)
-        trained_bytes, bytes_per_s = stages.trained_bytes(size), _memory_rate(model)  # by piece
+        trained_bytes = stages.trained_bytes(size)  # by piece
+        bytes_per_s = _memory_rate(model)
         # Each backward pass adds its gradients to the buffer, whose sums are read and written.
         backward_s = backward_s + 2.0 * stages.summed_share * trained_bytes / bytes_per_s
         transfer_s = stages.transfer_s(size, setting.fabric, placement)
@@ -213,7 +222,7 @@ class ParallelCurve(WorkCurve):
             else:
                 after_s = group.all_reduce_s(gradient_bytes)
         ends_s = play(forward_s, backward_s, layout.pipeline, setting.accumulation, transfer_s)
-        step_s = float((ends_s + after_s + update_s).max())
+        step_s = float((ends_s + after_s + update_s).max())  # the slowest stage ends the step
         return StepSeconds(step_s=step_s, passes_s=alone_s, update_s=float(update_s.max()))
 
     def _stages_at(self, batch_size: int) -> Stages:
@@ -246,18 +255,19 @@ class Stages:
             is_of_virtual = layout.virtual > 1 and len(blocks) % layout.pipeline == 0
             option = "--virtual-stages" if is_of_virtual else "--pipeline-parallel"
             raise InputError(option, count, f"give a divisor of {len(blocks)}" if blocks else "leave it out")
-        share = np.ones(len(whole.elements))
-        for address, part in rank.divided.items():
+        held_share = np.ones(len(whole.elements))  # (s,) of each storage, what one rank holds
+        for address, share in rank.divided.items():
             if address in whole.numbers:
-                share[whole.numbers[address]] = part
+                held_share[whole.numbers[address]] = share
+        graph = rank.traced.graph
         # By block, with what lies outside all blocks at the end, where the index -1 finds it.
-        graph, names = rank.traced.graph, [block.name for block in blocks]
         trained_bytes = np.zeros(len(blocks) + 1)
         for op in np.flatnonzero(graph.kind == SEND).tolist():
-            owner = next((n for n, name in enumerate(names) if (graph.parameter[op] or "").startswith(f"{name}.")), -1)
+            parameter = graph.parameter[op] or ""
+            owner = next((index for index, block in enumerate(blocks) if parameter.startswith(f"{block.name}.")), -1)
             trained_bytes[owner] += graph.size_bytes[op]
         self.lifetimes = replace(
-            whole, traced=rank.traced, width=whole.width * share, trained_bytes=trained_bytes, _sizes={}
+            whole, traced=rank.traced, width=whole.width * held_share, trained_bytes=trained_bytes, _sizes={}
         )
         """The lifetimes of the rank's tensors in all stages; a tensor that ranks divide has narrower elements, not fewer."""
         self.has_copies = whole.kept_share > _COPIED
@@ -329,15 +339,13 @@ class Stages:
             return []
         life = self.lifetimes
         place_of = {node: place for place, node in enumerate(life.traced.program.nodes)}
-        ops = [
-            (op, place_of[life.traced.nodes[name]]) for op, name in enumerate(graph.names) if name in life.traced.nodes
-        ]
-        passes = [(op, self.piece_at[place], place < life.backward) for op, place in ops]
-        return [
-            op
-            for (_, piece_before, forward_before), (op, piece, is_forward) in pairwise(passes)
-            if (piece_before, forward_before) != (piece, is_forward)
-        ]
+        passes: list[tuple[int, tuple[int, bool]]] = []  # (op, (its piece, whether it is of the forward pass))
+        for op, name in enumerate(graph.names):
+            node = life.traced.nodes.get(name)
+            if node is not None:
+                place = place_of[node]
+                passes.append((op, (int(self.piece_at[place]), place < life.backward)))
+        return [op for (_, pass_before), (op, own_pass) in pairwise(passes) if pass_before != own_pass]
 
     def by_stage(self, values: Floats) -> Floats:
         """Return (pipeline,) the sums of ``values`` (pieces,) over the pieces of each GPU."""
@@ -345,13 +353,16 @@ class Stages:
         return sums
 
     def parameter_bytes(self, size: Floats) -> Floats:
-        """Return (pieces,) the bytes of parameters as ops read them; ``size``: (s,) bytes of the storages."""
+        """Return (pieces,) the bytes of each piece's parameters, in the type in which ops read them.
+
+        ``size``: (s,) bytes of the storages.
+        """
         return np.asarray(self.holds @ np.where(self.lifetimes.role == PARAMETER, size, 0.0))
 
     def trained_bytes(self, size: Floats) -> Floats:
-        """Return (pieces,) the bytes of trained parameters in the type of the update; ``size``: (s,) bytes of the storages.
+        """Return (pieces,) the bytes of each piece's trained parameters, in the type in which they are updated.
 
-        Every piece is taken to have the same share of frozen parameters.
+        ``size``: (s,) bytes of the storages. Every piece is taken to have the same share of frozen parameters.
         """
         life = self.lifetimes
         kept_bytes = size[life.role == PARAMETER].sum() * life.kept_share
@@ -359,24 +370,34 @@ class Stages:
         return self.parameter_bytes(size) * life.kept_share * share
 
     def trained_share(self, size: Floats) -> Floats:
-        """Return (pipeline,) each GPU's share of the model's update; ``size``: (s,) bytes of the storages."""
+        """Return (pipeline,) the share of the model's trained parameters that each GPU updates, 0 to 1.
+
+        ``size``: (s,) bytes of the storages.
+        """
         trained = self.by_stage(self.trained_bytes(size))
         return trained / max(float(self.lifetimes.trained_bytes.sum()), 1.0)
 
     def seconds(self, graph: Graph) -> tuple[Floats, Floats]:
-        """Return (pieces,) the seconds of each piece's forward pass in a timed graph, and (pieces,) of its backward pass."""
-        seconds, backward = self.lifetimes.seconds(graph), self.lifetimes.backward
-        forward_s, backward_s = (
-            np.bincount(self.piece_at[part], weights=seconds[part], minlength=self.pieces).astype(np.float64)
-            for part in (slice(0, backward), slice(backward, None))
-        )
-        return forward_s, backward_s
+        """Return (seconds of each piece's forward pass, seconds of its backward pass), each (pieces,).
+
+        ``graph``: a rank's pass through all stages, with times.
+        """
+        seconds = self.lifetimes.seconds(graph)
+        backward = self.lifetimes.backward
+
+        def of_pieces(places: slice) -> Floats:
+            """Return (pieces,) the sums of the seconds of these places."""
+            sums = np.bincount(self.piece_at[places], weights=seconds[places], minlength=self.pieces)
+            return sums.astype(np.float64)
+
+        return of_pieces(slice(0, backward)), of_pieces(slice(backward, None))
 
     def transfer_s(self, size: Floats, fabric: Fabric, placement: Placement) -> float:
-        """Return the seconds to send one micro-batch from a stage to the next; ``size``: (s,) bytes of the storages.
+        """Return the seconds to send one micro-batch's activations from a stage to the next.
 
         Each rank of a tensor group sends its part, and gathers the others' parts on arrival; under sequence parallelism its
-        part is all that it needs. On several nodes, the GPUs of a node share its network card.
+        part is all that it needs. On several nodes, the GPUs of a node share its network card. ``size``: (s,) bytes of the
+        storages. ``placement``: how many replicas and nodes there are.
         """
         if self.layout.pipeline == 1:
             return 0.0
@@ -393,7 +414,8 @@ class Stages:
     def units(self, stage: int, graph: Graph, size: Floats) -> tuple[Unit, list[Unit]]:
         """Return (root, blocks): the units that ``fully_shard`` gathers on a stage, with their bytes and seconds.
 
-        The root is everything outside the blocks. ``graph``: a timed pass; ``size``: (s,) bytes of the storages.
+        The root is everything outside the blocks. ``graph``: a rank's pass through all stages, with times. ``size``: (s,) bytes
+        of the storages.
         """
         life, seconds = self.lifetimes, self.lifetimes.seconds(graph)
         is_parameter = (life.role == PARAMETER) & self.holds[stage :: self.layout.pipeline].any(axis=0)
@@ -405,14 +427,17 @@ class Stages:
                 forward_s = float(seconds[block.first : block.last + 1].sum())
                 backward_s = float(seconds[block.begins : block.ends + 1].sum())
                 units.append(Unit(block.name, size_bytes, float(life.trained_bytes[number]), forward_s, backward_s))
+        # The root has what is left of the stage's time.
         is_forward = np.arange(life.nodes) < life.backward
+        forward_s = float(seconds[runs_here & is_forward].sum()) - sum(unit.forward_s for unit in units)
+        backward_s = float(seconds[runs_here & ~is_forward].sum()) - sum(unit.backward_s for unit in units)
         root_bytes = float(size[is_parameter & (life.owner < 0)].sum())
         root = Unit(
-            "",
-            root_bytes,
-            root_bytes * life.kept_share,
-            max(float(seconds[runs_here & is_forward].sum()) - sum(unit.forward_s for unit in units), 0.0),
-            max(float(seconds[runs_here & ~is_forward].sum()) - sum(unit.backward_s for unit in units), 0.0),
+            name="",
+            size_bytes=root_bytes,
+            gradient_bytes=root_bytes * life.kept_share,
+            forward_s=max(forward_s, 0.0),
+            backward_s=max(backward_s, 0.0),
         )
         return root, units
 
@@ -425,10 +450,15 @@ class Stages:
         group: Communicator,
         near: Communicator | None,
     ) -> Floats:
-        """Return (pieces,) by how much each piece's passes take longer where ``fully_shard`` gathers and reduces its blocks.
+        """Return (pieces,) how many times as long each piece's passes take with the communication of ``fully_shard``.
 
-        ``passes_s``: (pieces,) seconds of both passes alone. ``graph``: a timed pass; ``size``: (s,) bytes of the storages.
-        ``group``, ``near``: what gathers and reduces, see :func:`simulate_fsdp`.
+        Args:
+            passes_s: (pieces,) seconds of a piece's forward and backward pass together, without communication.
+            graph: a rank's pass through all stages, with times.
+            size: (s,) bytes of the storages.
+            sharding: one that gathers parameters.
+            group: the GPUs that gather and reduce the same part of the model.
+            near: those that gather for the backward pass, if they are others; None: they are not.
         """
         factor = np.ones(self.pieces)
         for stage in range(self.layout.pipeline):
@@ -441,13 +471,22 @@ class Stages:
     def held(
         self, stage: int, recomputation: Recomputation, sharding: Sharding, optimizer: str, size: Floats, passes: int
     ) -> Held:
-        """Return the bytes that a process of a stage holds at every place of a pass, including other micro-batches in flight.
+        """Return the bytes that a process of a stage holds at every place of a pass.
 
-        ``size``: (s,) bytes of the storages; ``passes``: micro-batches of a step.
+        They include the activations of other micro-batches in flight: those whose forward pass is done and whose backward pass
+        is not.
+
+        Args:
+            stage: the index of the stage in the pipeline.
+            recomputation: which blocks are computed again, and what they save.
+            sharding: how the replicas share parameters, gradients and optimizer states.
+            optimizer: a name of ``OPTIMIZERS``.
+            size: (s,) bytes of the storages.
+            passes: micro-batches of a step.
         """
         life, layout = self.lifetimes, self.layout
         pieces = self.holds[stage :: layout.pipeline]  # of this stage's GPU
-        own_size = np.where(pieces.any(axis=0), size, 0.0)
+        own_size = np.where(pieces.any(axis=0), size, 0.0)  # 0 for storages of other stages
         trained_bytes = float(self.by_stage(self.trained_bytes(size))[stage])
         activations = life.activations(recomputation, own_size)
         saved_bytes = float(activations[life.backward])
@@ -486,7 +525,10 @@ class Stages:
 
 
 def replica_group(fabric: Fabric, layout: ParallelDegrees, replicas: int, sharding: Sharding) -> Communicator:
-    """Return the group of GPUs that hold the same part of every replica, and therefore exchange its gradients."""
+    """Return the group of GPUs that hold the same part of every replica, and therefore exchange its gradients.
+
+    ``fabric``: the links between all GPUs. ``replicas``: their number, which is that of the group.
+    """
     spread = between_replicas(fabric, layout)
     return spread.sharded(replicas, sharding.shard) if sharding.gathers else spread.over(replicas)
 
@@ -516,10 +558,10 @@ def in_flight_passes(stage: int, layout: ParallelDegrees, passes: int) -> float:
 
 
 def _warm_up(stage: int, pipeline: int, virtual: int, passes: int) -> int:
-    """Return how many forward passes the pieces of a stage run before one forward and one backward pass alternate.
+    """Return how many forward passes a stage runs at first, before one forward and one backward pass alternate.
 
-    Under 1F1B it is the number of stages behind it; the interleaved form is Megatron-LM's. ``pipeline``: number of stages;
-    ``virtual``: pieces of each; ``passes``: micro-batches of a step.
+    Under the schedule 1F1B it is the number of stages behind it; the interleaved form is Megatron-LM's. ``stage``: its index.
+    ``pipeline``: the number of stages. ``virtual``: the pieces of each. ``passes``: the micro-batches of a step.
     """
     if virtual == 1:
         return min(pipeline - 1 - stage, passes)
@@ -527,11 +569,16 @@ def _warm_up(stage: int, pipeline: int, virtual: int, passes: int) -> int:
 
 
 def play(forward_s: Floats, backward_s: Floats, pipeline: int, passes: int, transfer_s: float = 0.0) -> Floats:
-    """Return (pipeline,) when each GPU has done the last backward pass of a step. O(passes x pieces).
+    """Simulate a pipeline's schedule; return (pipeline,) when each GPU has done the last backward pass. O(passes x pieces).
 
-    ``forward_s``, ``backward_s``: (pieces,) seconds of a micro-batch in each piece; piece ``i`` is of GPU ``i % pipeline``.
-    ``passes``: micro-batches; ``transfer_s``: of one from a piece to the next, for which the sending GPU waits. With uniform
-    pieces the step takes (passes + (pipeline - 1) / virtual) times a micro-batch:
+    Args:
+        forward_s, backward_s: (pieces,) seconds of a micro-batch in each piece (a run of neighbouring blocks); piece ``i`` is
+            on GPU ``i % pipeline``.
+        pipeline: the number of GPUs.
+        passes: the micro-batches of a step.
+        transfer_s: seconds to send one micro-batch from a piece to the next, for which the sending GPU waits.
+
+    With uniform pieces the step takes (passes + (pipeline - 1) / virtual) times a micro-batch:
 
     >>> float(play(np.full(4, 1.0), np.full(4, 2.0), pipeline=4, passes=8).max())
     33.0
@@ -575,9 +622,12 @@ def _order(stage: int, pipeline: int, virtual: int, passes: int) -> Sequence[tup
         """Return the GPU's forward or backward pass with the number ``step``, counted from 0 in each direction."""
         if virtual == 1:
             return is_forward, stage, step
+        # A group is ``pipeline`` micro-batches, which go through all pieces together.
         group, within = divmod(step, group_length)
-        chunk = within // pipeline if is_forward else virtual - 1 - within // pipeline
-        return is_forward, chunk * pipeline + stage, group * pipeline + within % pipeline
+        own_piece = within // pipeline  # the number of the piece among those of the GPU
+        if not is_forward:
+            own_piece = virtual - 1 - own_piece
+        return is_forward, own_piece * pipeline + stage, group * pipeline + within % pipeline
 
     warm_up = _warm_up(stage, pipeline, virtual, passes)
     order = [pass_at(step, True) for step in range(warm_up)]

@@ -75,8 +75,10 @@ def predict_on(
 
     Raises Infeasible if ``batch_sizes`` is None and one sample does not fit.
     """
-    first_setting, meta = model_settings[0][1], curve.traced.graph.meta
-    rows, devices = [], {}
+    _, first_setting = model_settings[0]
+    meta = curve.traced.graph.meta
+    rows = []
+    devices = {}
     for model, setting in model_settings:
         placements = [
             Placement(
@@ -108,25 +110,27 @@ def predict_on(
 def _predicted_device(
     curve: WorkCurve, model: CostModel, setting: Setting, predicted: Sequence[PredictedRow]
 ) -> PredictedDevice:
-    """Return what the result says of a device beside its rows, ``predicted``.
+    """Return what the result says of a device beside its rows.
 
     The batch size from which on it is saturated (90 % of the best rate) and the largest that fits are those of the first row's
     number of replicas. If no row fits because not even one sample does, the change of options that helps is named.
+    ``predicted``: the rows of this device, at least one.
     """
     fitting_rows = [row for row in predicted if row.fits]
     fastest = max(fitting_rows, key=lambda row: row.samples_per_s, default=None)
     first_rows = [row for row in fitting_rows if row.num_replicas == predicted[0].num_replicas]
     best_rate = max((row.samples_per_s for row in first_rows), default=0.0)
     saturated_sizes = [row.local_batch_size for row in first_rows if row.samples_per_s >= _SATURATED * best_rate]
-    helps, most_replicas = "", max(row.num_replicas for row in predicted)
+    remedy_text = ""
     if not fitting_rows and setting.layout.gpus == 1 and not setting.budget_bytes:  # remedies are known for these alone
-        holds_none = not memory_limit_batch(curve, model.device, setting, most_replicas)
-        helps = remedy(curve, model.device, setting, most_replicas) if holds_none else ""
+        most_replicas = max(row.num_replicas for row in predicted)
+        if memory_limit_batch(curve, model.device, setting, most_replicas) == 0:
+            remedy_text = remedy(curve, model.device, setting, most_replicas)
     precision = precision_of(curve.traced.graph.meta.get("precision"))
     return PredictedDevice(
         saturation_batch=min(saturated_sizes, default=None),
         memory_limit_batch=memory_limit_batch(curve, model.device, setting, predicted[0].num_replicas),
-        remedy=helps,
+        remedy=remedy_text,
         has_precision=precision.computes in model.device.peak_flops,
         price_per_hour=model.device.price_per_hour,
         error=model.residuals,
@@ -161,13 +165,16 @@ def _fitting_sizes(curve: WorkCurve, model: CostModel, setting: Setting, replica
 
 
 def remedy(curve: WorkCurve, device: Device, setting: Setting, replicas: int) -> str:
-    """Return the smallest change of options with which one sample fits a device, and the largest batch then; "": none helps.
+    """Return a text on the smallest change of options with which one sample fits a device; "": none helps.
 
-    It reads like "with --sharding fsdp a local batch of 4 does". Numbers of replicas are tried in ascending order, for each the
-    kinds of sharding, and for each the kinds of checkpointing. ``replicas``: the number with which no sample fits.
+    It reads like "with --sharding fsdp a local batch of 4 does", where 4 is the largest batch that fits then. Numbers of
+    replicas are tried in ascending order, for each the kinds of sharding, and for each the kinds of checkpointing.
+    ``replicas``: the number with which no sample fits.
     """
-    # By descending memory, from the setting's own on; what blocks save on the host is not modelled beside compiling.
-    checkpointings = ["none", "selective", "full", f"full{ON_HOST}"][: 3 if setting.compile else 4]
+    # By descending memory, from the setting's own on.
+    checkpointings = ["none", "selective", "full"]
+    if not setting.compile:  # saving on the host is not modelled beside compiling
+        checkpointings.append(f"full{ON_HOST}")
     own = checkpointings.index(setting.uniform) if setting.uniform in checkpointings else 3
     checkpointings = checkpointings[own:] if curve.lifetimes(1).blocks else ["none"]
     replica_counts = [replicas, *(2**power for power in range(1, 11) if 2**power > replicas)]  # up to 1,024
@@ -183,10 +190,15 @@ def remedy(curve: WorkCurve, device: Device, setting: Setting, replicas: int) ->
                 if (replica_count, sharding_kind, checkpointing) == (replicas, setting.sharding, setting.uniform):
                     continue  # what does not fit already
                 candidate = replace(setting, sharding=sharding_kind, checkpointing=checkpointing)
-                if limit := memory_limit_batch(curve, device, candidate, replica_count):
-                    changed_options = [f"--replicas {replica_count}"] * (replica_count != replicas)
-                    changed_options += [f"--sharding {sharding_kind}"] * (sharding_kind != setting.sharding)
-                    changed_options += [f"--checkpointing {checkpointing}"] * (checkpointing != setting.checkpointing)
+                limit = memory_limit_batch(curve, device, candidate, replica_count)
+                if limit:
+                    changed_options = []
+                    if replica_count != replicas:
+                        changed_options.append(f"--replicas {replica_count}")
+                    if sharding_kind != setting.sharding:
+                        changed_options.append(f"--sharding {sharding_kind}")
+                    if checkpointing != setting.checkpointing:
+                        changed_options.append(f"--checkpointing {checkpointing}")
                     return f"with {' '.join(changed_options)} a local batch of {limit} does"
     return ""
 
@@ -201,9 +213,18 @@ def predict(
 ) -> list[PredictedRow]:
     """Return one prediction per placement and local batch size, placements outermost. O(ops log ops) per batch size.
 
-    ``source``: the model's name, for the rows. Raises InputError for a batch size at which the step cannot be traced, and
-    Infeasible for a budget of memory that no choice of checkpointing keeps.
+    Args:
+        curve: the work of the model's step.
+        model: the cost model of the device.
+        setting: how the replicas are joined, and how the model is trained.
+        batch_sizes: local batch sizes: samples of one pass of one replica.
+        placements: how many replicas run on how many nodes.
+        source: the model's name, for the rows.
+
+    Raises InputError for a batch size at which the step cannot be traced, and Infeasible for a budget of memory that no choice
+    of checkpointing keeps.
     """
+    # Timing a graph and choosing what to recompute are slow, and the same for several placements.
     timed: dict[tuple[int, bool], Graph] = {}  # by batch size, and whether parameters are gathered
     recomputed_steps: dict[tuple[int, Sharding | bool], _RecomputedStep] = {}
     rows = []
@@ -214,7 +235,7 @@ def predict(
             if (size, sharding.gathers) not in timed:
                 timed[size, sharding.gathers] = work.timed(size, model, setting)
             # Without a budget, recomputation depends on the sharding only by whether parameters are gathered.
-            key = size, sharding if setting.budget_bytes else sharding.gathers
+            key = (size, sharding if setting.budget_bytes else sharding.gathers)
             if key not in recomputed_steps:
                 timed_graph = timed[size, sharding.gathers]
                 recomputed_steps[key] = _recompute_step(work, model, setting, sharding, timed_graph, size)
@@ -229,7 +250,7 @@ class _RecomputedStep:
     graph: Graph
     """The timed graph; the durations of the backward pass include the recomputation."""
     program: Program
-    """The graph's program view."""
+    """The same as a sequence of kernels and exchanges (``program_of``)."""
     saving: Saving
     """What blocks save, and where."""
     figures: RecomputeFigures | None
@@ -239,19 +260,27 @@ class _RecomputedStep:
 def _recompute_step(
     curve: WorkCurve, model: CostModel, setting: Setting, sharding: Sharding, timed: Graph, size: int
 ) -> _RecomputedStep:
-    """Return a timed step of local batch ``size`` with the recomputation that the setting's checkpointing adds."""
+    """Return a timed step with the recomputation that the setting's checkpointing adds.
+
+    ``sharding``: that of the setting on some number of replicas. ``timed``: the graph of one pass with times, without
+    recomputation. ``size``: its local batch size.
+    """
     if setting.checkpointing == "none":
         return _RecomputedStep(graph=timed, program=program_of(timed), saving=Saving(), figures=None)
     lifetimes = curve.lifetimes(size)
+    seconds = lifetimes.seconds(timed)
     saving = lifetimes.every_saving(setting.uniform)
-    budget_bytes, lower_bound_s = setting.budget_bytes, None
+    budget_bytes = setting.budget_bytes
+    lower_bound_s = None
     if budget_bytes is not None:
-        choice = _choose_saving(curve, model, setting, sharding, lifetimes.seconds(timed), size)
-        saving, lower_bound_s = choice.saving, choice.bound_s
-    recomputation, sizes = Recomputation(lifetimes, saving), lifetimes.sizes(curve.scaled(size))
+        choice = _choose_saving(curve, model, setting, sharding, seconds, size)
+        saving = choice.saving
+        lower_bound_s = choice.bound_s
+    recomputation = Recomputation(lifetimes, saving)
+    sizes = lifetimes.sizes(curve.scaled(size))
     rate = host_link_bytes_per_s(model.device)
-    recompute_s = lifetimes.recompute_s(recomputation, lifetimes.seconds(timed)).sum()
-    waits = lifetimes.copies(recomputation, lifetimes.seconds(timed), sizes, rate).waits() if lifetimes.blocks else ()
+    recompute_s = lifetimes.recompute_s(recomputation, seconds).sum()
+    waits = lifetimes.copies(recomputation, seconds, sizes, rate).waits() if lifetimes.blocks else ()
     figures = RecomputeFigures(
         modules=saving.recomputed(),
         recomputed_s=float(recompute_s),
@@ -259,7 +288,7 @@ def _recompute_step(
         lower_bound_s=lower_bound_s,
         on_host=saving.offloaded(lifetimes.names),
         host_bytes=float(sum(sizes[storages].sum() for storages in recomputation.copied)),
-        waits_s=float(sum(seconds.sum() for seconds in waits)),
+        waits_s=float(sum(waits_s.sum() for waits_s in waits)),
     )
     lengthened_graph = lifetimes.lengthened(saving, timed, sizes, rate)
     return _RecomputedStep(graph=lengthened_graph, program=program_of(lengthened_graph), saving=saving, figures=figures)
@@ -289,14 +318,18 @@ def _choose_saving(
 
 
 def lacking_bytes(held: Held | None, usable: float) -> float:
-    """Return the bytes that a device with ``usable`` lacks for what torch's allocator reserves; 0.0: it fits, else 1 or more.
+    """Return the bytes that a device lacks for what torch's allocator reserves for a step; 0.0: it fits, else 1.0 or more.
 
-    Given a limit, the allocator frees whole unused segments when it comes near. So a step may fit that reserves more without
-    one. ``held`` None: a step that cannot be traced at its batch size fits nowhere.
+    ``held``: what the step holds; None: it cannot be traced at its batch size, and lacks infinitely many. ``usable``: the bytes
+    of the device that a training process can use.
     """
     if held is None:
         return math.inf
-    return 0.0 if held.reserved_bytes(usable) is not None else max(1.0, (held.reserved_bytes() or 0) - usable)
+    # Given a limit, the allocator frees whole unused segments when it comes near. So a step may fit that reserves more without.
+    if held.reserved_bytes(usable) is not None:
+        return 0.0
+    unlimited_bytes = held.reserved_bytes() or 0
+    return max(1.0, unlimited_bytes - usable)
 
 
 def _predict_row(
@@ -315,19 +348,23 @@ def _predict_row(
     """
     graph, program = step.graph, step.program
     sharding = setting.sharded(placement.num_replicas)
-    # Time: figures that :func:`.model.estimate` has put into the graph's meta.
-    host_share, library_share = (float(graph.meta.get(name) or 0.0) for name in ("host_share", "library_share"))
+    # Time: with two shares that :func:`.model.estimate` has put into the graph's meta.
+    host_share = float(graph.meta.get("host_share") or 0.0)
+    library_share = float(graph.meta.get("library_share") or 0.0)
     time = curve.step_time(graph, program, model, setting, placement, size)
     step_s = time.step_s
     low_s, high_s = model.interval(step_s, host_share=host_share, library_share=library_share, compiled=setting.compile)
-    samples, tokens = placement.num_replicas * size * setting.accumulation, graph.meta.get("tokens_per_sample")
+    samples = placement.num_replicas * size * setting.accumulation
+    tokens = graph.meta.get("tokens_per_sample")
     # Memory: of the tensors, of the allocator's segments, and the range that a user may see.
     held = curve.held(size, sharding, setting.optimizer, step.saving)
     if held is None:
         raise InputError("--batch-sizes", f"{size} is more than the step is traced at", "give a smaller one")
-    peak_bytes, limited_bytes = held.peak().total_bytes, held.reserved_bytes(usable_bytes(model.device))
-    # A step that does not fit is reported with what it would reserve on a device without a limit.
-    reserved_bytes = limited_bytes if limited_bytes is not None else held.reserved_bytes() or 0
+    peak_bytes = held.peak().total_bytes
+    limited_bytes = held.reserved_bytes(usable_bytes(model.device))
+    reserved_bytes = limited_bytes
+    if reserved_bytes is None:  # a step that does not fit is reported with what it would reserve without a limit
+        reserved_bytes = held.reserved_bytes() or 0
     least_bytes = curve.lower_peak_bytes(size, sharding, setting.optimizer, step.saving, peak_bytes)
     memory_low_bytes, memory_high_bytes = memory_range(
         least_bytes,
@@ -338,14 +375,21 @@ def _predict_row(
         setting.layout,
         float(program.size_bytes.sum()),
     )
-    price = model.device.price_per_hour
+    gpus = placement.num_replicas * placement.gpus
+    samples_per_s = samples / step_s
+    gpu_price_per_hour = model.device.price_per_hour
+    price_per_million_samples = None
+    if gpu_price_per_hour is not None:
+        price_per_million_samples = (
+            gpu_price_per_hour * placement.num_replicas * placement.gpus / 3600 / samples_per_s * 1e6
+        )
     return PredictedRow(
         device=model.device.name,
         num_nodes=placement.num_nodes,
         num_replicas=placement.num_replicas,
         tensor_parallel=setting.layout.tensor,
         pipeline_parallel=setting.layout.pipeline,
-        num_gpus=placement.num_replicas * placement.gpus,
+        num_gpus=gpus,
         local_batch_size=size,
         step_time_s=step_s,
         predicted_low_s=low_s,
@@ -357,14 +401,12 @@ def _predict_row(
         memory_high_bytes=round(memory_high_bytes),
         fits=limited_bytes is not None,
         recompute=step.figures,
-        samples_per_s=samples / step_s,
+        samples_per_s=samples_per_s,
         tokens_per_s=samples * float(tokens) / step_s if isinstance(tokens, (int, float)) else None,
         mfu=setting.accumulation * products_s(graph, model.device) / setting.layout.pipeline / step_s,
         host_bound=host_share > HOST_BOUND or time.hooks_s > 0.0,
         host_wait_s=host_wait_s(graph, setting.accumulation, time),
-        price_per_million_samples=None
-        if price is None
-        else price * placement.num_replicas * placement.gpus / 3600 / (samples / step_s) * 1e6,
+        price_per_million_samples=price_per_million_samples,
         accumulation_steps=setting.accumulation - 1,
         source=source,
         origin="predicted",
@@ -410,23 +452,35 @@ def memory_range(
 ) -> tuple[float, float]:
     """Return (least, most) bytes of a device that a process is likely to take.
 
-    The least are its tensors, ``peak_bytes``. The most are the allocator's segments times ``FRAGMENTED``, a context with all
-    kernels loaded, cuDNN's workspace, and the buffers of communicators: one among replicas, one more between the groups of
-    HSDP, and one for each kind of group of the ``layout``. Under DDP the buckets of the first step, of ``gradient_bytes``, stay
-    beside those of the others until Python's collector frees them.
+    The least are its tensors. The most are the allocator's segments times ``FRAGMENTED``, a context with all kernels loaded,
+    cuDNN's workspace, and the buffers of NCCL's communicators. Under DDP the buckets of the first step stay beside those of the
+    others until Python's collector frees them.
+
+    Args:
+        peak_bytes: the most bytes of tensors at one time.
+        reserved_bytes: the bytes of segments that torch's allocator reserves for them.
+        sharding: how the replicas share parameters, gradients and optimizer states.
+        replicas: the number of replicas.
+        workspace_bytes: what cuDNN may take beside the tensors.
+        layout: how the GPUs of one replica share its model.
+        gradient_bytes: the bytes of all gradients, which DDP's buckets hold.
     """
-    communicators = (replicas > 1) + (sharding.kind == "hsdp" and replicas > sharding.shard)
-    communicators += (layout.tensor > 1) + (layout.pipeline > 1)
+    group_kinds = (  # each kind of group that exists has a communicator
+        replicas > 1,  # among replicas
+        sharding.kind == "hsdp" and replicas > sharding.shard,  # between the groups of HSDP
+        layout.tensor > 1,
+        layout.pipeline > 1,
+    )
     first_buckets_bytes = gradient_bytes if sharding.kind in ("ddp", "zero1") and replicas > 1 else 0.0
-    most = FRAGMENTED * reserved_bytes + CONTEXT_BYTES + workspace_bytes + communicators * _COMMUNICATOR_BYTES
+    most = FRAGMENTED * reserved_bytes + CONTEXT_BYTES + workspace_bytes + sum(group_kinds) * _COMMUNICATOR_BYTES
     most += first_buckets_bytes
     return peak_bytes, most
 
 
 def memory_limit_batch(curve: WorkCurve, device: Device, setting: Setting, num_replicas: int = 1) -> int:
-    """Return the largest local batch that fits the device, found by bisection; 0: one sample does not fit.
+    """Return the largest local batch (samples of one pass of one replica) that fits the device; 0: one sample does not fit.
 
-    Under a budget of memory, all blocks are taken to be fully checkpointed.
+    It is found by bisection. Under a budget of memory, all blocks are taken to be fully checkpointed, which holds least.
     """
     sharding, available_bytes = setting.sharded(num_replicas), usable_bytes(device)
     curve = curve.under(sharding, setting.compile)
@@ -446,24 +500,30 @@ def memory_limit_batch(curve: WorkCurve, device: Device, setting: Setting, num_r
         fitting_size, larger_size = larger_size, 2 * larger_size
     while larger_size - fitting_size > 1:
         middle_size = (fitting_size + larger_size) // 2
-        fitting_size, larger_size = (middle_size, larger_size) if fits(middle_size) else (fitting_size, middle_size)
+        if fits(middle_size):
+            fitting_size = middle_size
+        else:
+            larger_size = middle_size
     return fitting_size
 
 
 def timeline(curve: WorkCurve, model: CostModel, setting: Setting, row: PredictedRow) -> MemoryTimeline | None:
     """Return the memory of one process over a predicted row's pass, at the fullest moment of each of ``_MOMENTS`` equal spans.
 
-    None: the step cannot be traced at so large a batch.
+    None: the step cannot be traced at so large a batch. ``row``: a prediction for this curve, device and setting, whose choice
+    of what to recompute is taken over.
     """
     sharding = setting.sharded(row.num_replicas)
     curve = curve.under(sharding, setting.compile)
-    size, lifetimes = row.local_batch_size, curve.lifetimes(row.local_batch_size)
+    size = row.local_batch_size
+    lifetimes = curve.lifetimes(size)
     figures = row.recompute
     saving = Saving() if figures is None else Saving.read(figures.modules, figures.on_host, lifetimes.names)
     held = curve.held(size, sharding, setting.optimizer, saving)
     if held is None:
         return None
-    recomputation, timed = Recomputation(lifetimes, saving), curve.timed(size, model, setting)
+    recomputation = Recomputation(lifetimes, saving)
+    timed = curve.timed(size, model, setting)
     copies = None
     if saving.on_host:
         rate, sizes = host_link_bytes_per_s(model.device), lifetimes.sizes(curve.scaled(size))
@@ -481,9 +541,10 @@ def timeline(curve: WorkCurve, model: CostModel, setting: Setting, row: Predicte
 
 
 def fullest_of_spans(at_s: Floats, total_bytes: Floats, step_s: float) -> NDArray[np.intp]:
-    """Return, ascending, the place with most bytes of each of ``_MOMENTS`` equal spans of a step; none of an empty span.
+    """Return, ascending, the place with most bytes of each of ``_MOMENTS`` equal spans of a step.
 
-    ``at_s`` (places,): when each place ends, ascending. ``total_bytes`` (places,): what is held there.
+    A span of time in which no place ends has none. ``at_s`` (places,): when each place ends, ascending, in seconds.
+    ``total_bytes`` (places,): what is held there. ``step_s``: the seconds of the step.
     """
     # The end of the last place lies in the last span; a step without any time is no division by 0.
     span = np.minimum((_MOMENTS * at_s / max(step_s, 1e-30)).astype(np.int64), _MOMENTS - 1)
@@ -501,8 +562,12 @@ def predicted_profile(result: PredictResult) -> pd.DataFrame:
     layout_label = ", channels_last" if assumptions.channels_last else ""
     compile_label = ", compiled" if assumptions.compile else ""
     settings = f"predicted, {assumptions.precision}{layout_label}{compile_label}, optimizer {assumptions.optimizer}"
-    if spread := next((row for row in result.rows if row.num_gpus > row.num_replicas), None):
-        settings += f", tensor {spread.tensor_parallel} x pipeline {spread.pipeline_parallel}"
-    left_out = {"recompute"} if spread else {"recompute", "num_gpus", "tensor_parallel", "pipeline_parallel"}
+    left_out = {"recompute"}
+    row_of_several_gpus = next((row for row in result.rows if row.num_gpus > row.num_replicas), None)
+    if row_of_several_gpus is None:
+        left_out |= {"num_gpus", "tensor_parallel", "pipeline_parallel"}
+    else:
+        degrees = f"tensor {row_of_several_gpus.tensor_parallel} x pipeline {row_of_several_gpus.pipeline_parallel}"
+        settings += f", {degrees}"
     rows = [{**row.model_dump(mode="json", exclude=left_out), "settings": settings} for row in result.rows]
     return pd.DataFrame(rows).dropna(axis="columns", how="all")

@@ -1,7 +1,8 @@
 """The predicted step of a recorded script on a device: its kernels on their streams, its collectives, its memory.
 
-As with CUDA's streams and events, an op starts once the host has issued it, the op before it on its stream has ended, and every
-op of another stream that it waits for has ended. Start at :func:`predict_recorded`.
+A recorded step is one that a user's own script has run, with its collectives and its update among its ops. As with CUDA's
+streams and events, an op starts once the host has issued it, the op before it on its stream has ended, and every op of another
+stream that it waits for has ended. Start at :func:`predict_recorded`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _COLLECTIVE = "c10d."
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StreamedStep:
-    """The simulated times of a recorded step's ``c`` compute ops, in seconds from its start."""
+    """The simulated times of a recorded step's ``c`` compute ops (collectives included), in seconds from its start."""
 
     start_s: Floats
     """(c,) when each op starts."""
@@ -94,7 +95,9 @@ def predict_recorded(graph: Graph, model_fabrics: Sequence[tuple[CostModel, Fabr
 def simulate_streams(graph: Graph, model: CostModel, fabric: Fabric) -> StreamedStep:
     """Return the times of a recorded step's compute ops, including collectives, on a device. O(ops + edges).
 
-    The step is simulated twice, with collectives and as if they took no time, so that their cost is known.
+    The step is simulated twice, with collectives and as if they took no time, so that their cost is known. ``graph``: a
+    recorded step, whose ``recorded`` is not None. ``model``: the cost model of the device. ``fabric``: the network of such
+    devices.
     """
     recorded = graph.recorded
     assert recorded is not None
@@ -103,23 +106,28 @@ def simulate_streams(graph: Graph, model: CostModel, fabric: Fabric) -> Streamed
     kernel_s, issue_s = timed.op_s[ops], timed.issue_s[ops].copy()
     exchange_s = np.zeros(len(ops))  # of collectives, which are free ops to the cost model
     for index, op in enumerate(ops):
-        if (op_type := graph.op_type[op]).startswith(_COLLECTIVE):
-            name, ranks = op_type.removeprefix(_COLLECTIVE), recorded.groups[graph.names[op]]
+        op_type = graph.op_type[op]
+        if op_type.startswith(_COLLECTIVE):
+            name = op_type.removeprefix(_COLLECTIVE)
+            ranks = recorded.groups[graph.names[op]]
             exchange_s[index] = collective_s(name, graph.size_bytes[op], ranks, fabric)
-            if name.startswith(("all_gather", "reduce_scatter")):  # FSDP2's, or another library's in Python
+            if name.startswith(("all_gather", "reduce_scatter")):  # FSDP2's hooks, or another library's in Python
                 issue_s[index] += PART_OPS * model.constants.issue_s
     start_s, end_s, host_s = _play(graph, ops, kernel_s + exchange_s, issue_s, recorded.waits)
-    _, alone_s, alone_host_s = _play(graph, ops, kernel_s, issue_s, recorded.waits)
+    _, end_without_s, host_without_s = _play(graph, ops, kernel_s, issue_s, recorded.waits)  # without collectives
     return StreamedStep(
-        start_s=start_s, end_s=end_s, host_s=host_s, alone_s=max(alone_s.max(initial=0.0), alone_host_s)
+        start_s=start_s, end_s=end_s, host_s=host_s, alone_s=max(end_without_s.max(initial=0.0), host_without_s)
     )
 
 
 def collective_s(name: str, size_bytes: float, ranks: Sequence[int], fabric: Fabric) -> float:
-    """Return the seconds of a collective of ``size_bytes`` among ranks, which are placed on nodes in the order of numbers.
+    """Return the seconds of a collective; 0.0 for a single rank, which exchanges nothing.
 
-    ``name``: as in op types, such as all_reduce; any but all_reduce and reduce_scatter costs as all_gather does.
-    ``size_bytes``: of the whole buffer, not of a rank's part. 0 for a single rank, which exchanges nothing.
+    Args:
+        name: as in op types, such as all_reduce; any but all_reduce and reduce_scatter costs as all_gather does.
+        size_bytes: of the whole buffer, not of a rank's part.
+        ranks: the numbers of the processes that take part, one per GPU; nodes are filled in the order of numbers.
+        fabric: the network between the GPUs.
     """
     if len(ranks) < 2:
         return 0.0
@@ -140,7 +148,7 @@ def _play(
     issue_s: Floats,
     waits: Sequence[int],
 ) -> tuple[Floats, Floats, float]:
-    """Simulate a step, and return (starts, ends, host's end) in seconds: (c,) and (c,) of the compute ops, and a number.
+    """Simulate a step, and return (start of each op (c,), end of each op (c,), when the host has issued all) in seconds.
 
     Args:
         graph: the step; the ``resource`` of an op is its stream.
@@ -159,12 +167,16 @@ def _play(
         host_s += float(issue_s[index])
         stream = int(graph.resource[op])
         # An op that takes the device no time, such as a view, is not launched, so that it does not wait for the host.
-        start_s = max(stream_free_s.get(stream, 0.0), host_s if seconds[index] > 0 else 0.0)
+        launched_s = host_s if seconds[index] > 0 else 0.0
+        start_s = max(stream_free_s.get(stream, 0.0), launched_s)
         for source in graph.inputs_of(op).tolist():  # those on its own stream have ended by now
-            if (source_index := index_of[source]) >= 0 and graph.resource[source] != stream:
+            source_index = index_of[source]
+            if source_index >= 0 and graph.resource[source] != stream:
                 start_s = max(start_s, ends[source_index])
+        end_s = start_s + float(seconds[index])
         starts[index] = start_s
-        ends[index] = stream_free_s[stream] = start_s + float(seconds[index])
+        ends[index] = end_s
+        stream_free_s[stream] = end_s
         if index in host_waits:
             host_s = max(host_s, max(stream_free_s.values()))
     return starts, ends, host_s
@@ -173,29 +185,36 @@ def _play(
 def _predict_row(
     graph: Graph, recorded: Recorded, model: CostModel, fabric: Fabric, source: str
 ) -> tuple[PredictedRow, MemoryTimeline]:
-    """Return (row, timeline): a recorded step's predicted time, throughput, memory and price on a device, and memory over time.
+    """Return (row with the predicted time, throughput, memory and price of a recorded step on a device, memory over time).
 
     A step of a script that compiles its model is predicted with fused kernels, and without the tensors that they do not write.
+    ``recorded``: that of ``graph``, not None. ``fabric``: the network of such devices. ``source``: the script's name, for the
+    row.
     """
-    run = graph
+    executed = graph
     if recorded.compiled:
-        run, recorded = compiled(graph), compiled_storages(graph, recorded)
+        executed = compiled(graph)
+        recorded = compiled_storages(graph, recorded)
     # Time: of all streams with their collectives, and of the kernels alone for the host's part of it.
-    step = simulate_streams(run, model, fabric)
-    timed = time_step(run, model.device, model.constants)
+    step = simulate_streams(executed, model, fabric)
+    timed = time_step(executed, model.device, model.constants)
     low_s, high_s = model.interval(
         step.step_s, host_share=timed.host_share, library_share=timed.library_share, compiled=recorded.compiled
     )
-    replicas, nodes = recorded.world_size, math.ceil(recorded.world_size / fabric.gpus_per_node)
+    replicas = recorded.world_size
+    nodes = math.ceil(replicas / fabric.gpus_per_node)
     batch = graph.batch_size or 1
     # Not every process has a batch of its own: those that share tensors do not.
     samples = (recorded.batches or replicas) * batch * recorded.passes
-    tokens, price = graph.meta.get("tokens_per_sample"), model.device.price_per_hour
+    tokens = graph.meta.get("tokens_per_sample")
+    price = model.device.price_per_hour
+    # Memory: of the tensors at every op, and of the allocator's segments.
     held = recorded.held_bytes(int((graph.kind == COMPUTE).sum()))
     peak_bytes = float(held.max(initial=0.0))
     limited = _reserved(recorded, len(held), usable_bytes(model.device))
-    # A step that does not fit is reported with what it would reserve on a device without a limit.
-    reserved = limited if limited is not None else _reserved(recorded, len(held)) or 0
+    reserved = limited
+    if reserved is None:  # a step that does not fit is reported with what it would reserve on a device without a limit
+        reserved = _reserved(recorded, len(held)) or 0
     low_bytes, high_bytes = memory_range(peak_bytes, reserved, Sharding.named("none", 1), replicas, 0.0)
     row = PredictedRow(
         device=model.device.name,
@@ -226,9 +245,10 @@ def _predict_row(
 
 
 def _reserved(recorded: Recorded, places: int, limit_bytes: float = math.inf) -> int | None:
-    """Return the bytes of segments that torch's allocator reserves for a recorded step's storages; None: over the limit.
+    """Return the bytes of segments that torch's allocator reserves for a recorded step's storages; None: over ``limit_bytes``.
 
-    ``places``: the number of the step's ops. Storages that exist before the step and outlive it are allocated only once.
+    ``places``: the number of the step's compute ops. Storages that exist before the step and outlive it are allocated only
+    once.
     """
     start, end, size = recorded.lives(places)
     lasts = np.array(
@@ -240,9 +260,10 @@ def _reserved(recorded: Recorded, places: int, limit_bytes: float = math.inf) ->
 
 
 def _timeline(recorded: Recorded, step: StreamedStep, row: PredictedRow) -> MemoryTimeline:
-    """Return the bytes of each part of the memory at the fullest moment of each of equal spans of the step.
+    """Return the memory of a step over time: by part, the bytes at the fullest moment of each of equal spans of the step.
 
-    ``row``: the step's prediction, from which the timeline takes replicas and batch size.
+    ``step``: the simulated times of its ops. ``row``: the step's prediction, from which the timeline takes replicas and batch
+    size.
     """
     places = len(step.end_s)
     at_s = np.maximum.accumulate(step.end_s)  # ops of several streams overlap

@@ -1,4 +1,7 @@
-"""How a job's replicas are joined, where they run, and how its model is trained: what a step's time is asked for."""
+"""How a job's replicas are joined, where they run, and how its model is trained: what the time of a step depends on.
+
+A replica is one copy of the model that processes batches of its own; it is one GPU, or several that share it.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ from ddltool.units import parse_bytes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelDegrees:
-    """How the GPUs of one replica share its model."""
+    """How the GPUs of one replica share its model: tensor, pipeline and sequence parallelism."""
 
     tensor: int = 1
-    """The number of GPUs that share the products of every block."""
+    """The number of GPUs that share the matrix products of every block."""
     pipeline: int = 1
     """The number of GPUs among which the blocks are divided."""
     sequence: bool = False
@@ -40,7 +43,7 @@ ALONE = ParallelDegrees()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """Where the replicas of a job run."""
+    """Where the replicas of a job run: on how many nodes (machines), among which they are spread evenly."""
 
     num_nodes: int
     num_replicas: int
@@ -63,6 +66,7 @@ class Setting:
     accumulation: int = 1
     """The number of passes in a step."""
     compile: bool = False
+    """Whether the model runs under ``torch.compile``."""
     sharding: str | Sharding = "ddp"
     """A text for :meth:`Sharding.named`, which holds for any number of replicas (a single one is sharded only with ":cpu"), or
     the sharding for one number of replicas."""
@@ -70,12 +74,18 @@ class Setting:
     """The checkpointing of every block (none, selective, full), or a budget of bytes for a step's tensors, as 40GiB; with
     ``:cpu`` behind, what blocks save goes to the host."""
     layout: ParallelDegrees = ALONE
+    """How the GPUs of one replica share its model."""
 
     def sharded(self, replicas: int) -> Sharding:
-        """Return how this number of replicas shares the step's parameters, gradients and optimizer states."""
+        """Return how this number of replicas shares the step's parameters, gradients and optimizer states.
+
+        A single replica shares nothing, whatever ``sharding`` says, unless its state lies on the host.
+        """
         sharding = self.sharding
         if not isinstance(sharding, Sharding):
-            sharding = Sharding.named(sharding if replicas > 1 or sharding.endswith(":cpu") else "none", replicas)
+            text = sharding if replicas > 1 or sharding.endswith(":cpu") else "none"
+            sharding = Sharding.named(text, replicas)
+            # A text is read as if all replicas were on one host.
             sharding = replace(sharding, on_host=min(sharding.on_host, self.fabric.gpus_per_node))
         return replace(sharding, sums=self.accumulation > 1)
 
@@ -87,8 +97,9 @@ class Setting:
 
     @property
     def saves_on_host(self) -> bool:
-        """Whether blocks may save on the host."""
-        return split_way(self.checkpointing)[1]
+        """Whether blocks may save on the host what their backward passes need (activation offloading)."""
+        _, is_on_host = split_way(self.checkpointing)
+        return is_on_host
 
     @property
     def uniform(self) -> str:

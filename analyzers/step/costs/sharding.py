@@ -1,4 +1,4 @@
-"""How a step's parameters, gradients and optimizer states are spread over its replicas."""
+"""How a step's parameters, gradients and optimizer states are spread over its replicas: data parallelism, ZeRO and FSDP."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ class Sharding:
     """How a step's parameters, gradients and optimizer state are spread over its replicas."""
 
     kind: Kind = "ddp"
+    """What is sharded: nothing ("none", "ddp"), the optimizer states ("zero1"), or parameters, gradients and states ("zero2",
+    whose parameters stay gathered between the two passes, "fsdp", and "hsdp", FSDP within groups of replicas)."""
     shard: int = 1
     """Processes that share one copy of what is sharded."""
     forward_shard: int = 0
@@ -26,11 +28,12 @@ class Sharding:
 
     @classmethod
     def named(cls, text: str, replicas: int) -> Sharding:
-        """Return ``none``, ``ddp``, ``zero1``, ``zero2``, ``fsdp``, ``fsdp:SHARD`` or ``hsdp:SHARD`` on a number of replicas.
+        """Return the sharding that ``text`` names, on so many ``replicas``.
 
-        ``zero2`` is ``fully_shard`` with ``reshard_after_forward=False``, ``fsdp:SHARD`` with that number. With ``:cpu``
-        behind what gathers, all replicas keep their parts on one host. Raises InputError for other texts, and for a shard that
-        does not divide the replicas.
+        The texts are ``none``, ``ddp``, ``zero1``, ``zero2``, ``fsdp``, ``fsdp:SHARD`` and ``hsdp:SHARD``. ``zero2`` is
+        ``fully_shard`` with ``reshard_after_forward=False``, ``fsdp:SHARD`` with that number; ``hsdp:SHARD`` shards within
+        groups of SHARD replicas. With ``:cpu`` behind zero2, fsdp or hsdp, all replicas keep their parts on one host. Raises
+        InputError for other texts, and for a SHARD that does not divide the replicas.
         """
         if text.endswith(":cpu"):
             sharding = cls.named(text.removesuffix(":cpu"), replicas)
@@ -39,8 +42,8 @@ class Sharding:
                     "--sharding", f"{text!r} shards no parameters", "give fsdp:cpu, zero2:cpu or hsdp:N:cpu"
                 )
             return replace(sharding, on_host=replicas)
-        kind = next((known for known in get_args(Kind) if known == text.partition(":")[0]), None)
-        shard_text = text.partition(":")[2]
+        kind_text, _, shard_text = text.partition(":")
+        kind = next((known for known in get_args(Kind) if known == kind_text), None)
         if "offload" in text:
             raise InputError("--sharding", f"unknown {text!r}", "give fsdp:cpu for what CPUOffloadPolicy does")
         if kind == "hsdp" and not shard_text:
@@ -48,8 +51,9 @@ class Sharding:
         if kind is None or (kind not in ("fsdp", "hsdp") and ":" in text):
             known_texts = ["none", "ddp", "zero1", "zero2", "fsdp", "fsdp:SHARD", "hsdp:SHARD"]
             raise InputError("--sharding", f"unknown {text!r}", did_you_mean(text, known_texts))
-        if ":" not in text:
-            return cls(kind=kind, shard=1 if kind in ("none", "ddp") else replicas)
+        if ":" not in text:  # what is sharded is spread over all replicas
+            is_whole = kind in ("none", "ddp")
+            return cls(kind=kind, shard=1 if is_whole else replicas)
         if not shard_text.isdecimal() or int(shard_text) < 1 or replicas % int(shard_text):
             raise InputError("--sharding", f"{text!r} on {replicas} replicas", "give a SHARD that divides the replicas")
         if kind == "fsdp":

@@ -87,7 +87,7 @@ class TensorExchange:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rank:
-    """The step of one rank."""
+    """The step of one rank: one of the GPUs that share a model by tensor parallelism."""
 
     traced: TracedStep
     """The step with the rank's part of the work; the fake tensors of its program are still whole."""
@@ -96,7 +96,7 @@ class Rank:
     """By the address of a torch storage that is divided, the share of it that the rank holds."""
 
     def exchanged_bytes(self, batch_size: int) -> list[float]:
-        """Return the bytes of each exchange's tensor, in the order of ``exchanges``, at a batch size."""
+        """Return the bytes of each exchange's tensor, in the order of ``exchanges``, at a batch size (samples of a pass)."""
         scale = self.traced.scale(batch_size) or AS_TRACED
         return [scale.bytes([exchange.tensor]) for exchange in self.exchanges]
 
@@ -104,9 +104,10 @@ class Rank:
 def rank_of(traced: TracedStep, blocks: Sequence[ModelBlock], ranks: int, *, sequence: bool = False) -> Rank:
     """Return the step of one of ``ranks`` ranks that share a traced training step by tensor parallelism.
 
-    ``blocks``: of the step's lifetimes. ``sequence``: whether tensors between the chains are divided by tokens. Raises
-    InputError for a step without blocks or without a product that can be split, and for a number of ranks that does not divide
-    the heads or the width of a product. O(nodes) for each attempt at splitting the products, see ``_split_weights``.
+    ``blocks``: of the step's lifetimes. ``sequence``: whether tensors between the chains are divided by tokens (sequence
+    parallelism). Raises InputError for a step without blocks or without a product that can be split, and for a number of ranks
+    that does not divide the heads or the width of a product. O(nodes) for each attempt at splitting the products, see
+    ``_split_weights``.
     """
     if not blocks:
         problem = f"{traced.graph.name} has no list of blocks that run one after another"
@@ -119,8 +120,9 @@ class _Divider:
 
     A product whose weight is split by columns makes a divided tensor: each rank holds a part of it. One whose weight is split
     by rows takes a divided tensor and makes a partial sum: each rank holds a summand of the whole shape, and an exchange
-    completes it. The ops from the one to the other are a chain. ``names`` and ``parameters`` are by node: the op's name, and
-    that of the parameter which it stands for. A place is the index of a node.
+    completes it. The ops from the one to the other are a chain. A tensor that is neither divided nor a partial sum is whole:
+    every rank holds all of it. ``names`` and ``parameters`` are by node: the op's name, and that of the parameter which it
+    stands for. A place is the index of a node.
     """
 
     def __init__(self, traced: TracedStep, blocks: Sequence[ModelBlock], ranks: int, sequence: bool) -> None:
@@ -140,7 +142,7 @@ class _Divider:
         self.head_from = max(block.last for block in blocks)
         """The index of the last node of all blocks' forward passes, which the head follows."""
         self.split: dict[Node, str] = {}
-        """How each divided weight and bias is split: by "rows", "columns" or "vocabulary"."""
+        """How each divided weight and bias is split: by "rows", "columns" or "vocabulary"; weights that are not are whole."""
         self.widths: dict[str, int] = {}
         """By a text for messages, such as "heads of attention", a number that must be divisible by the number of ranks."""
         self.divided: set[Node] = set()
@@ -150,7 +152,10 @@ class _Divider:
         self.exchanges: list[TensorExchange] = []
 
     def rank(self) -> Rank:
-        """Return the rank's step; call it once. Raises InputError for a number of ranks that does not divide all ``widths``."""
+        """Return the rank's step; call it once.
+
+        Raises InputError as :func:`rank_of` does for products that cannot be split among so many ranks.
+        """
         self._split_weights()
         for words, width in self.widths.items():
             if width % self.ranks:
@@ -169,18 +174,19 @@ class _Divider:
         tried again until none fails; it ends, because each attempt leaves more products whole. Raises InputError if no product
         is split in the end.
         """
-        whole: set[Node] = set()
-        while failed := self._try_chains(whole):
-            whole |= failed
+        left_whole: set[Node] = set()
+        while failed := self._try_chains(left_whole):
+            left_whole |= failed
         if not self.split:
             raise InputError("--tensor-parallel", f"{self.traced.graph.name} has no product to split", "leave it out")
         self._split_vocabulary()
 
-    def _try_chains(self, whole: set[Node]) -> set[Node]:
-        """Split the weights of all chains, without chains that products in ``whole`` would begin; return products that fail.
+    def _try_chains(self, left_whole: set[Node]) -> set[Node]:
+        """Split the weights of all chains, and return the products whose chains fail.
 
-        A chain is a product split by columns, the ops on its divided result, and the product split by rows that ends it. A
-        product fails if it begins a chain that no product of the same block ends, or in which an op needs the whole width.
+        A chain is a product split by columns, the ops on its divided result, and the product split by rows that ends it. It is
+        named by its first product. It fails if no product of the same block ends it, or if one of its ops needs the whole
+        width. ``left_whole``: products that begin no chain, because theirs failed before.
         """
         self.split.clear()
         self.widths.clear()
@@ -200,10 +206,13 @@ class _Divider:
             if factors and weight is not None:  # a product with a weight ends the chains of its input, or begins one
                 ends_here = open_chains.get(factors[0], none)
                 ended_chains |= ends_here
-                if ends_here or node not in whole:
-                    self._split_product(node, weight, "rows" if ends_here else "columns")
-                if not ends_here and node not in whole:
-                    open_chains[node] = in_last_dimension[node] = frozenset((node,))
+                if ends_here:
+                    self._split_product(node, weight, "rows")
+                elif node not in left_whole:
+                    self._split_product(node, weight, "columns")
+                    own_chain = frozenset((node,))
+                    open_chains[node] = own_chain
+                    in_last_dimension[node] = own_chain
                 continue
             if not chains:
                 continue
@@ -222,7 +231,7 @@ class _Divider:
             if kept:
                 self._split_added_biases(node)
         never_ended = {product for chains in open_chains.values() for product in chains} - ended_chains
-        return (failed | never_ended) - whole
+        return (failed | never_ended) - left_whole
 
     def _split_added_biases(self, node: Node) -> None:
         """Split the biases of split products which an op of its own adds: the parameters of one dimension that it reads."""
@@ -233,7 +242,8 @@ class _Divider:
     def _split_product(self, node: Node, weight: Node, how: str) -> None:
         """Note ``how`` a product's weight is split: by "rows", "columns" or "vocabulary".
 
-        Its bias is split alike, except by rows. The width of a product that is split by columns is noted in ``widths``.
+        Its bias is split alike, except by rows: then it is added once, to the completed sum. The width of a product that is
+        split by columns is noted in ``widths``. ``node``: the product.
         """
         self.split[weight] = how
         if how == "rows":
@@ -248,18 +258,19 @@ class _Divider:
 
         Does nothing for a model without an embedding outside the blocks.
         """
-        rows = {  # by embedding table
-            node.all_input_nodes[0]: int(value_of(node.all_input_nodes[0]).shape[0])
+        tables = [
+            node.all_input_nodes[0]
             for place, node in enumerate(self.nodes[: self.backward])
             if base_name(node.target) == "embedding" and self.block_at[place] < 0
-        }
-        if not rows:
+        ]
+        if not tables:
             return
-        table = max(rows, key=lambda each: rows[each])
-        self.split[table] = "vocabulary"
+        largest_table = max(tables, key=lambda table: int(value_of(table).shape[0]))
+        vocabulary = int(value_of(largest_table).shape[0])
+        self.split[largest_table] = "vocabulary"
         for node in self.nodes[self.head_from + 1 : self.backward]:
             weight = self._weight_of(node)
-            if weight is not None and _width(node) == rows[table]:
+            if weight is not None and _width(node) == vocabulary:
                 self._split_product(node, weight, "vocabulary")
 
     def _note_heads(self, node: Node, products: Iterable[Node]) -> None:
@@ -268,12 +279,16 @@ class _Divider:
         ``node``: a fused attention, or the product of queries and keys. ``products``: the products that make queries, keys and
         values; one with fewer columns than heads times a head's width makes keys or values that several heads share.
         """
-        is_fused = base_name(node.target) not in _BATCHED
         shapes = [tuple(value_of(source).shape) for source in node.all_input_nodes[:3]]
-        # Fused: (batch, heads, tokens, width). A batched product: (batch x heads, tokens, width) by (batch x heads, width,
-        # tokens), of which the width is taken to be the shortest side.
-        width = shapes[0][-1] if is_fused else min(min(shape[-2:]) for shape in shapes)
-        heads = shapes[0][-3] if is_fused else shapes[0][0] // (self.traced.graph.batch_size or 1)
+        queries_shape = shapes[0]
+        if base_name(node.target) in _BATCHED:
+            # A product of (batch x heads, tokens, width) by (batch x heads, width, tokens), of which the width is taken to be
+            # the shortest side.
+            width = min(min(shape[-2:]) for shape in shapes)
+            heads = queries_shape[0] // (self.traced.graph.batch_size or 1)
+        else:  # a fused attention: (batch, heads, tokens, width)
+            width = queries_shape[-1]
+            heads = queries_shape[-3]
         self.widths["heads of attention"] = heads
         for product in products:
             if _width(product) % width == 0 and _width(product) // width < heads:
@@ -304,7 +319,8 @@ class _Divider:
     def _divide(self) -> None:
         """Follow the split weights through the program, and fill ``divided``, ``partial`` and ``exchanges``.
 
-        Ops run on a partial sum as long as they can; an exchange completes it before the first op that cannot.
+        Ops run on a partial sum as long as they can; an exchange completes it before the first op that cannot. So the passes
+        over the nodes in the order of the program decide for each whether its tensor is divided, a partial sum, or whole.
         """
         self.divided |= set(self.split)
         whole_gradients = self._whole_gradients()
@@ -336,7 +352,8 @@ class _Divider:
     def _divide_product(self, node: Node, factors: tuple[Node, Node], is_whole_gradient: bool) -> None:
         """Note whether a product is a partial sum (both factors are divided) or divided (one of them is).
 
-        A product with a weight that is not split, and the gradient of such a weight, need whole factors, which are exchanged.
+        A product with a weight that is not split, and the gradient of such a weight, need whole factors: divided ones are
+        exchanged first. ``is_whole_gradient``: whether the product makes such a gradient.
         """
         weight = self._weight_of(node)
         if is_whole_gradient or (weight is not None and weight not in self.split):
@@ -359,9 +376,10 @@ class _Divider:
         return name in _PASSING or name in _LINEAR or (is_forward and name in _LINEAR_FORWARD)
 
     def _complete(self, node: Node, among: set[Node]) -> None:
-        """Exchange a tensor if it is in ``among`` (``divided`` or ``partial``), and take it and its views out of that set.
+        """Make a node's tensor whole by an exchange, if it is in the set ``among`` (``divided`` or ``partial``).
 
-        They are whole from then on. For a view, the tensor that it is a view of is exchanged. Split weights stay divided.
+        For a view, the tensor that it is a view of is exchanged. That tensor and its views leave the set. Split weights stay
+        divided.
         """
         if node not in among or node in self.split:
             return
@@ -372,24 +390,26 @@ class _Divider:
         self._exchange(node)
         waiting = [node]
         while waiting:
-            among.discard(viewed := waiting.pop())
+            viewed = waiting.pop()
+            among.discard(viewed)
             waiting += [user for user in viewed.users if user in among and base_name(user.target) in _PASSING]
 
     def _whole_gradients(self) -> set[Node]:
-        """Return the nodes that make the gradients of parameters that are not split."""
+        """Return the nodes that make the gradients of parameters that are not split: every rank needs these gradients whole."""
         # By the address of a torch storage, the last node with a tensor in it.
         made_by = {
             tensor.untyped_storage()._cdata: node for node in self.nodes for tensor in tensors_of(value_of(node))
         }
-        split = {self.parameters[node] for node in self.split if node in self.parameters}
-        products = set()
+        split_names = {self.parameters[node] for node in self.split if node in self.parameters}
+        makers = set()
         for name, gradient in self.traced.gradients.items():
+            if name in split_names:
+                continue
             node = made_by[gradient.untyped_storage()._cdata]
-            while base_name(node.target) in _PASSING and node.all_input_nodes:
+            while base_name(node.target) in _PASSING and node.all_input_nodes:  # through views and copies
                 node = node.all_input_nodes[0]
-            if name not in split:
-                products.add(node)
-        return products
+            makers.add(node)
+        return makers
 
     def _is_batch_product(self, node: Node) -> bool:
         """Return whether a node is a batched product of two activations, as in attention that is not fused."""
@@ -415,31 +435,34 @@ class _Divider:
 
         The cost of an op is that of its call on the rank's parts of its tensors; ops on whole tensors keep their cost.
         """
-        graph, traced = self.traced.graph, self.traced
+        graph = self.traced.graph
         issued_calls, calls = self._rank_calls()
         costs = [cost_of(call) for call in issued_calls]
-        work = np.stack([graph.flops, graph.size_bytes, graph.written_bytes])  # (3, ops)
-        gemm = graph.gemm.copy()
+        flops, gemm = graph.flops.copy(), graph.gemm.copy()
+        size_bytes, written_bytes = graph.size_bytes.copy(), graph.written_bytes.copy()
         for op, name in enumerate(graph.names):
             if name in calls:
                 cost = costs[calls[name]]
-                work[:, op], gemm[op] = (cost.flops, cost.size_bytes, cost.written_bytes), cost.gemm
-        split = {self.parameters[node] for node in self.split if node in self.parameters}
+                flops[op] = cost.flops
+                size_bytes[op] = cost.size_bytes
+                written_bytes[op] = cost.written_bytes
+                gemm[op] = cost.gemm
+        split_names = {self.parameters[node] for node in self.split if node in self.parameters}
         for op in np.flatnonzero((graph.kind == RECV) | (graph.kind == SEND)).tolist():
-            if graph.parameter[op] in split:
-                work[1, op] /= self.ranks  # each rank sends its part; a transfer has size_bytes alone
-        flops, size_bytes, written_bytes = work
-        divided = replace(graph, flops=flops, size_bytes=size_bytes, written_bytes=written_bytes, gemm=gemm)
-        # The cached traces at other batch sizes are those of the whole step.
-        return replace(traced, graph=divided, issued=issued_calls, calls=calls, _traces={})
+            if graph.parameter[op] in split_names:
+                size_bytes[op] /= self.ranks  # each rank sends its part
+        rank_graph = replace(graph, flops=flops, size_bytes=size_bytes, written_bytes=written_bytes, gemm=gemm)
+        # The cached traces at other batch sizes are those of the whole step, and left behind.
+        return replace(self.traced, graph=rank_graph, issued=issued_calls, calls=calls, _traces={})
 
     def _rank_calls(self) -> tuple[tuple[Issued, ...], dict[str, int]]:
         """Return (distinct calls, by op name the index of the op's call in them) of the rank's step.
 
-        The whole step's calls keep their indices, also those that the rank does not make; calls on parts follow.
+        A call is an op with the shapes and types of its tensors, on which its cost depends. The whole step's calls keep their
+        indices, also those that the rank does not make; calls on parts of tensors follow.
         """
         traced = self.traced
-        distinct: dict[Issued, int] = {call: index for index, call in enumerate(traced.issued)}
+        index_of_call: dict[Issued, int] = {call: index for index, call in enumerate(traced.issued)}
         calls = dict(traced.calls)
         known: dict[tuple[Any, ...], int] = {}  # by whole call and cuts, the index of the cut call, since layers repeat
         for name, node in traced.nodes.items():
@@ -448,42 +471,63 @@ class _Divider:
                 continue
             key = (traced.calls[name], *cuts.values())
             if key not in known:
-                known[key] = distinct.setdefault(_issued_cut(node, cuts, self.ranks), len(distinct))
+                cut_call = _issued_cut(node, cuts, self.ranks)
+                known[key] = index_of_call.setdefault(cut_call, len(index_of_call))  # an equal call keeps its index
             calls[name] = known[key]
-        return tuple(distinct), calls
+        return tuple(index_of_call), calls
 
     def _cuts(self, node: Node) -> dict[Node, int | None]:
-        """Return, for each input of an op and its output, the dimension along which the rank has a part; None: it has all.
+        """Return, for each input of an op and for its output, the dimension along which the rank has only a part of the tensor.
 
-        For a product -2 means rows and -1 columns; :data:`_LONGEST` means the longest dimension.
+        None: the rank has all of it. -2 means rows and -1 columns of a product; :data:`_LONGEST` the longest dimension.
         """
         tensors = [*node.all_input_nodes, node]
         factors = _factors(node)
         if factors and not self._is_batch_product(node):
-            left, right = (factor in self.divided for factor in factors)
-            cuts: dict[Node, int | None] = dict.fromkeys(tensors)
-            cuts[factors[0]] = (-1 if right else -2) if left else None
-            cuts[factors[1]] = (-2 if left else -1) if right else None
-            if left != right:  # the result is cut, too; if both are cut, it is a partial sum of the whole shape
-                cuts |= {node: -2 if left else -1}
-                cuts |= {source: -1 for source in tensors[:-1] if self._is_bias(source) and source in self.divided}
-            return cuts
+            return self._cuts_of_product(node, factors)
         if _is_attention(node):  # every rank has a part of the heads
-            along = 0 if factors else 1
-            return {each: along if node in self.divided and self._is_activation(each) else None for each in tensors}
+            # A batched product is of (batch x heads, ...), a fused attention of (batch, heads, ...).
+            heads_dimension = 0 if factors else 1
+            is_divided = node in self.divided
+            return {each: heads_dimension if is_divided and self._is_activation(each) else None for each in tensors}
         return {
             each: _LONGEST if each in self.divided or (self.sequence and self._is_activation(each)) else None
             for each in tensors
         }
+
+    def _cuts_of_product(self, node: Node, factors: tuple[Node, Node]) -> dict[Node, int | None]:
+        """Return what :meth:`_cuts` does for a product of two matrices, from which of its factors are divided.
+
+        Two divided factors are cut along the inner dimension, so that the result is a partial sum of the whole shape. A single
+        one is cut along its outer dimension, and the result alike.
+        """
+        left, right = factors
+        cuts: dict[Node, int | None] = dict.fromkeys([*node.all_input_nodes, node])
+        is_left_divided, is_right_divided = left in self.divided, right in self.divided
+        if is_left_divided and is_right_divided:
+            cuts[left] = -1
+            cuts[right] = -2
+        elif is_left_divided:
+            cuts[left] = -2
+            cuts[node] = -2
+        elif is_right_divided:
+            cuts[right] = -1
+            cuts[node] = -1
+        if is_left_divided != is_right_divided:
+            for source in node.all_input_nodes:
+                if self._is_bias(source) and source in self.divided:
+                    cuts[source] = -1
+        return cuts
 
     def _is_activation(self, node: Node) -> bool:
         """Return whether a node is the result of an op with two or more dimensions, which is taken for an activation."""
         return node.op == "call_function" and any(tensor.dim() > 1 for tensor in tensors_of(value_of(node)))
 
     def _shares(self) -> dict[int, float]:
-        """Return, by the address of a divided torch storage, the share of it that the rank holds.
+        """Return, by the address of a divided torch storage, the share of it that the rank holds, above 0 and below 1.
 
-        Under sequence parallelism, activations between the chains are divided, too, but partial sums are not.
+        Storages that are not named are held whole. Under sequence parallelism, activations between the chains are divided, too,
+        but partial sums are not.
         """
         shares: dict[int, float] = {}
         whole: set[int] = set()
@@ -511,8 +555,13 @@ class _Divider:
 
 def _factors(node: Node) -> tuple[Node, Node] | None:
     """Return the two factors of a product, the input first and the weight second; None: the node is no product."""
-    places = _FACTORS.get(base_name(node.target)) if isinstance(node.target, OpOverload) else None
-    return (node.args[places[0]], node.args[places[1]]) if places else None  # type: ignore[return-value]
+    if not isinstance(node.target, OpOverload):
+        return None
+    argument_indices = _FACTORS.get(base_name(node.target))
+    if argument_indices is None:
+        return None
+    left, right = argument_indices
+    return (node.args[left], node.args[right])  # type: ignore[return-value]
 
 
 def _is_attention(node: Node) -> bool:
@@ -527,7 +576,10 @@ def _width(node: Node) -> int:
 
 
 def _keeps_last(source: Node, node: Node) -> bool:
-    """Return whether an op keeps the last dimension of its input ``source`` last; a view may split or move it."""
+    """Return whether an op's result has the last dimension of its input ``source`` as its last one.
+
+    Only a view may move or split it; of a view it is taken to be kept if the two have the same size.
+    """
     if base_name(node.target) not in _PASSING or base_name(node.target) == "slice":
         return True
     before, after = value_of(source), value_of(node)
@@ -535,16 +587,19 @@ def _keeps_last(source: Node, node: Node) -> bool:
 
 
 def _sized(tensor: Tensor) -> Sized:
-    """Return the properties of a tensor on which costs depend, with storage for its own elements only: what is exchanged."""
+    """Return the properties of a tensor that is exchanged: shape and type, with a storage of its own elements only.
+
+    A view may lie in a larger storage, which is not exchanged.
+    """
     return replace(sized(tensor), stored=tensor.numel())
 
 
 def _issued_cut(node: Node, cuts: Mapping[Node, int | None], ranks: int) -> Issued:
-    """Return what the cost of a call depends on, with its tensors cut along the dimensions in ``cuts`` (None: not cut).
+    """Return what the cost of one rank's call depends on: the op of ``node`` on the rank's parts of its tensors.
 
-    :func:`issued` reads the values in the nodes' ``meta``: they are replaced by cut ones meanwhile, and restored. A node that
-    is cut has a value.
+    ``cuts``: for the op's inputs and output, the dimension along which each is cut into ``ranks`` parts; None: it is whole.
     """
+    # :func:`issued` reads the values in the nodes' ``meta``: they are replaced by cut ones meanwhile, and restored.
     before = {each: each.meta.get("val") for each in cuts}
     try:
         for each, dimension in cuts.items():
@@ -560,8 +615,9 @@ def _issued_cut(node: Node, cuts: Mapping[Node, int | None], ranks: int) -> Issu
 def _cut(value: Any, dimension: int, ranks: int) -> Any:
     """Return a tensor without storage, of the shape of the first rank's part of ``value`` along a dimension.
 
-    Expanded dimensions (stride 0) stay expanded. A list is cut item by item; a value that is no tensor, or has no such
-    dimension, is returned unchanged.
+    The part is rounded up if the ranks do not divide the dimension. Expanded dimensions (stride 0) stay expanded. A list is cut
+    item by item; a value that is no tensor, or has no such dimension, is returned unchanged. ``dimension``: counted as by
+    torch, or :data:`_LONGEST`, for which the first dimension counts only if it is the only one.
     """
     if isinstance(value, (list, tuple)):
         return type(value)(_cut(item, dimension, ranks) for item in value)

@@ -44,13 +44,19 @@ def timed_graph(
 
     Args:
         source: what the user names (a model, a graph or ONNX file), or the command that runs a training script, as a list.
-        mode, batch_size, bindings, precision, channels_last, sequence_length: how the model is traced; None: as the source
-            says. ``bindings``: sizes of the symbolic dimensions of an ONNX file.
-        device, devices_file: the device type whose times are predicted, and a file of types beside the known ones.
-        bandwidth, latency, parameter_servers: the network of the transfers.
-        oracle: roofline, measured, or the path of a profiler trace; None: a graph file's own times if it has them, else
-            roofline.
-        tell: is called with each remark on the source, and on ops that a profiler trace lacks.
+        mode: "training" or "inference"; None: as the source says.
+        batch_size: samples of one pass; None: as the source says.
+        bindings: sizes of the symbolic dimensions of an ONNX file, by their names; None: as the source says.
+        device: the name of the device type whose times are predicted.
+        bandwidth: of the network of the transfers, as text such as "10Gbit/s".
+        latency: of a transfer, as text such as "50us".
+        parameter_servers: over how many servers the transfers are spread.
+        oracle: where times come from: "roofline" (the cost model), "measured" (this machine), or the path of a profiler trace;
+            None: a graph file's own times if it has them, else the cost model.
+        devices_file: a file of device types beside the known ones; None: there is none.
+        precision, channels_last: the numerics in which a model is traced (:class:`Numerics`).
+        sequence_length: tokens of a sample; None: as the source says.
+        tell: is called with each remark for the user: on the source, and on ops that a profiler trace lacks.
         progress: is called with the number of calls measured so far and a text.
 
     Raises InputError for another oracle, for an unknown device, and for a SOURCE that cannot be read.
@@ -66,7 +72,7 @@ def timed_graph(
         parameter_servers=parameter_servers,
     )
     model = cost_model(known_devices(devices_file).device(device), calibration())
-    if not is_command(source) and not is_graph_file(source):
+    if not is_command(source) and not is_graph_file(source):  # these two have a precision of their own
         demand_float8(model.device, precision)
     numerics = Numerics(precision, channels_last)  # type: ignore[arg-type]  # Numerics checks it
     if oracle == "measured":
@@ -82,15 +88,18 @@ def timed_graph(
     if graph.meta.get("note"):
         tell(f"note: {graph.meta['note']}")
     if is_graph_file(source) and graph.timed and oracle is None:
-        return graph
+        return graph  # with the file's own times
     estimated = estimate(graph, model, network)
-    return estimated if oracle in (None, "roofline") else _time_from_profiler(graph, estimated, Path(oracle), tell)
+    if oracle in (None, "roofline"):
+        return estimated
+    return _time_from_profiler(graph, estimated, Path(oracle), tell)
 
 
 def with_op_times(graph: Graph) -> tuple[Graph, str]:
-    """Return (timed graph, remark): the graph with its own times, or else with predicted ones, and where the times are from.
+    """Return (graph with a time for every op, sentence that says where the times are from).
 
-    Predictions are for a V100 and the default network. The remark is "" for own times of unknown origin.
+    They are the graph's own times if it has any, or else predictions for a V100 and the default network. The sentence is "" for
+    own times of unknown origin.
     """
     if not graph.timed:
         predicted = estimate(graph, cost_model(known_devices(None).device(DEVICE), calibration()), Network())
@@ -108,9 +117,10 @@ def _time_on_this_machine(
     network: Network,
     progress: Callable[[int, str], None],
 ) -> Graph:
-    """Return the graph of a torch SOURCE with ops timed on this machine's CPU; ``progress``: see :func:`timed_graph`.
+    """Return the graph of a torch SOURCE with ops timed on this machine's CPU.
 
-    Raises InputError for a graph or ONNX file, whose ops torch cannot run.
+    The arguments are those of :func:`timed_graph`, with the options of the network parsed; ``mode`` None: training. Raises
+    InputError for a graph or ONNX file, whose ops torch cannot run.
     """
     from ddltool.analyzers.step.measured.measured import estimate_measured
 
@@ -127,9 +137,10 @@ def _time_on_this_machine(
 
 
 def _time_from_profiler(graph: Graph, estimated: Graph, path: Path, tell: Callable[[str], None]) -> Graph:
-    """Return the graph with the times of the profiler trace at ``path``; ``tell`` is called with remarks on how ops matched.
+    """Return ``graph`` with the times of the profiler trace at ``path``.
 
-    Transfers keep the times of ``estimated``; ops that the trace lacks get these times scaled to the measured ones.
+    ``estimated``: the same graph with predicted times. Transfers keep these; ops that the trace lacks get them scaled to the
+    measured ones. ``tell`` is called with each remark on how the trace's ops matched the graph's.
     """
     from ddltool.analyzers.step.measured.kineto import read_trace
     from ddltool.analyzers.step.measured.matching import apply, match

@@ -16,8 +16,9 @@ from ddltool.analyzers.step.communication.program import Program, stretched
 from ddltool.analyzers.step.costs.sharding import Sharding
 from ddltool.graph import SEND, Graph
 
-# In ops that the host issues. FSDP2: for each unit, and for each parameter of it, with its update as a DTensor; DDP, and ZeRO-1
-# which is built on it: for each parameter.
+# How much hooks cost the host in one pass, each counted as so many ops that the host issues. FSDP2: for each unit (what is
+# gathered at once: a block, or the root), and for each parameter of it, with its update as a DTensor; DDP, and ZeRO-1 which is
+# built on it: for each parameter.
 _UNIT, _SHARDED_PARAMETER, _REDUCED_PARAMETER = 35.0, 4.5, 0.4
 _SPLIT_LAYER = 40.0
 """The same for a linear layer whose weight a tensor parallel group shares, forward and backward."""
@@ -26,7 +27,10 @@ PART_OPS = _UNIT / 3.0
 
 
 def hook_ops(program: Program, sharding: Sharding) -> float:
-    """Return as how many ops the hooks of a sharding count for the host in one pass; 0 for a process that shares nothing."""
+    """Return the host's work for the hooks of one pass, as the number of issued ops that take as long.
+
+    ``program`` names the parameters whose hooks run. 0.0 for the sharding "none", which has no hooks.
+    """
     parameters = len(program.held)
     if sharding.kind == "none":
         return 0.0
@@ -34,31 +38,49 @@ def hook_ops(program: Program, sharding: Sharding) -> float:
         return _REDUCED_PARAMETER * parameters
     container = block_container(program.held, program.held_bytes.tolist())
     blocks = {block_of(name, container) for name in program.held} - {""} if container is not None else set()
-    return _UNIT * (len(blocks) + 1) + _SHARDED_PARAMETER * parameters
+    units = len(blocks) + 1  # each block, and the root: what lies outside all blocks
+    return _UNIT * units + _SHARDED_PARAMETER * parameters
 
 
 def split_wait_s(graph: Graph, passes: int, pipeline: int, busy_s: float) -> float:
-    """Return by how many seconds the host of a tensor parallel rank takes longer than its device in a step.
+    """Return by how many seconds the host of a tensor parallel rank takes longer than its device in a step; 0.0: it does not.
 
-    ``graph``: the rank's timed pass through all ``pipeline`` stages; ``busy_s``: of the device, for all ``passes``.
+    The host issues the ops of its stage, and runs DTensor's Python code around every linear layer.
+
+    Args:
+        graph: the rank's pass through the blocks of all stages, with times.
+        passes: micro-batches of a step.
+        pipeline: the number of stages, which are taken to cost the host alike.
+        busy_s: the seconds that the device of one stage computes in the whole step.
     """
-    issue_s, issued_s = (float(graph.meta.get(name) or 0.0) for name in ("issue_s", "issued_s"))
-    sides = graph.gemm[graph.of_kind(SEND)][:, 2:]  # rows and columns of each parameter
-    layers = int((sides > 1.0).all(axis=1).sum())
-    return max(0.0, passes * (issued_s + issue_s * _SPLIT_LAYER * layers) / pipeline - busy_s)
+    issue_s = float(graph.meta.get("issue_s") or 0.0)  # for one op
+    issued_s = float(graph.meta.get("issued_s") or 0.0)  # for all ops of the pass
+    sides = graph.gemm[graph.of_kind(SEND)][:, 2:]  # rows and columns of each trained parameter
+    linear_layers = int((sides > 1.0).all(axis=1).sum())  # every parameter that is a matrix is taken for one
+    pass_host_s = issued_s + issue_s * _SPLIT_LAYER * linear_layers
+    return max(0.0, passes * pass_host_s / pipeline - busy_s)
 
 
 def hooked(program: Program, graph: Graph, sharding: Sharding) -> Program:
-    """Return a pass with the hooks of a sharding: longer where the host then needs longer than the device does.
+    """Return a pass with the hooks of a sharding: ``program`` itself, or stretched where the host with its hooks is slower.
 
-    ``program``: of ``graph``, which is timed, so that its ``meta`` has the host's seconds for an op and for the whole pass. The
-    hooks are taken to be spread over the pass. O(parameters), and only where they could matter.
+    The hooks are taken to be spread evenly over the pass, so that all times in it are scaled alike.
+
+    Args:
+        program: the pass without hooks.
+        graph: the graph of the same pass, with times; its ``meta`` has the host's seconds for an op (``issue_s``) and for
+            the whole pass (``issued_s``).
+        sharding: how the replicas share parameters.
+
+    O(parameters), and only where the hooks could matter.
     """
-    issue_s, issued_s = (float(graph.meta.get(name) or 0.0) for name in ("issue_s", "issued_s"))
-    most_ops = (_UNIT + _SHARDED_PARAMETER) * (
-        len(program.held) + 1
-    )  # every parameter in a unit of its own, beside the root
-    if sharding.kind == "none" or issued_s + issue_s * most_ops <= program.compute_s:
+    if sharding.kind == "none":
+        return program
+    issue_s = float(graph.meta.get("issue_s") or 0.0)
+    issued_s = float(graph.meta.get("issued_s") or 0.0)
+    # A bound that needs no look at the blocks: every parameter in a unit of its own, beside the root.
+    most_ops = (_UNIT + _SHARDED_PARAMETER) * (len(program.held) + 1)
+    if issued_s + issue_s * most_ops <= program.compute_s:
         return program
     # Views that the host issues behind the last kernel delay nothing.
     host_s = min(issued_s, program.compute_s) + issue_s * hook_ops(program, sharding)
