@@ -488,14 +488,19 @@ def from_document(document: dict[str, Any], where: str = "graph") -> Graph:
 
 
 def _check_recorded(graph: Graph, recorded: Recorded, where: str) -> None:
-    """Raise InputError if ``recorded`` has lists of unequal length, places beyond the compute ops, or unknown ops."""
-    columns = {len(recorded.made), len(recorded.freed), len(recorded.storage_bytes), len(recorded.parts)}
-    if len(columns) > 1:
+    """Raise InputError if ``recorded`` has lists of unequal length, places beyond the compute ops, or unknown ops.
+
+    A place is the index of a compute op among the compute ops, at which a storage is made or freed or the host waits; -1 is
+    before the first. A step without any compute op may name place 0, at which it ends.
+    """
+    lengths = {len(recorded.made), len(recorded.freed), len(recorded.storage_bytes), len(recorded.parts)}
+    if len(lengths) > 1:
         raise InputError(where, "made, freed, storage_bytes and parts differ in length", "give one of each per storage")
     places = int((graph.kind == COMPUTE).sum())
     given = [*recorded.made, *(place for place in recorded.freed if place is not None), *recorded.waits]
-    if any(place >= max(1, places) for place in given):
-        raise InputError(where, f"a place lies outside of {places} compute ops", f"write -1 to {places - 1}")
+    last_place = max(places - 1, 0)
+    if not all(-1 <= place <= last_place for place in given):
+        raise InputError(where, f"a place lies outside of {places} compute ops", f"write -1 to {last_place}")
     if unknown := recorded.groups.keys() - set(graph.names):
         raise InputError(f"{where}.groups", f"unknown op {min(unknown)!r}", "name an op of this graph")
 

@@ -48,8 +48,9 @@ def plain_name(name: str) -> str:
 def modules_of(model: nn.Module, loss: Any) -> dict[str, Any]:
     """Return the modules of model and loss by the prefix of their names, such as ``"layer.0."``; the model itself has "".
 
-    The loss's prefixes begin with :data:`LOSS`; a module that is in both has the model's. A loss that is an object but
-    not a module, or a method of one, is included too, for the object's attributes; a plain function or None is not.
+    The loss's prefixes begin with :data:`LOSS`; a module that is in both has the model's. A loss that is no module but has
+    attributes, as any object of a Python class and any Python function, is included for these; of a method its object is.
+    None and builtins are not.
     """
     by_prefix: dict[str, Any] = {f"{name}." if name else "": module for name, module in model.named_modules()}
     if isinstance(loss, nn.Module):

@@ -578,17 +578,17 @@ class LayoutFigures:
         rows: tuple[Row, ...],
         accept: Accept = lambda _: True,
     ) -> LayoutCandidate | None:
-        """Return the layout with its time, memory and price.
+        """Return the layout with its predicted step, the range of it, peak memory and price.
 
-        ``rows``: the samples of each device in a step; ``kind``: index of its type in ``used``. None where ``accept`` refuses
-        the layout with a step of compute alone: communication would make it only worse, and need not be costed.
+        ``used``: device type -> number of devices. ``rows``: devices with equal samples of a step (``size``) and the index of
+        their type in ``used`` (``kind``). None where ``accept`` refuses the layout with a step of compute alone:
+        communication would make it only worse, and need not be costed.
         """
         names = list(used)
-        # device type -> most samples of a step on one device, which decide its time and memory
-        sizes = {names[row.kind]: max(other.size for other in rows if other.kind == row.kind) for row in rows}
-        timed_passes = {
-            name: self._timed_pass(name, -(-size // passes), recompute, sharding) for name, size in sizes.items()
-        }
+        # Device type -> most samples of one device, in a step and in a pass: they decide its time and memory.
+        step_samples = {names[row.kind]: max(other.size for other in rows if other.kind == row.kind) for row in rows}
+        pass_samples = {name: -(-size // passes) for name, size in step_samples.items()}
+        timed_passes = {name: self._timed_pass(name, size, recompute, sharding) for name, size in pass_samples.items()}
         compute_s = max(self._busy_s(timed, sharding, passes) for timed in timed_passes.values())
         prices = [self.kinds[name].price_per_hour for name in used]
         hourly_price = sum(count * (price or 0.0) for count, price in zip(used.values(), prices, strict=True))
@@ -599,15 +599,14 @@ class LayoutFigures:
                 devices=dict(used),
                 **self._shape(sharding, sum(used.values())),
                 checkpointing=_checkpointing(recompute),
-                local_batch_sizes=sizes,
+                local_batch_sizes=step_samples,
                 passes=passes,
                 compute_s=compute_s,
                 step_s=step_s,
-                memory_bytes={
-                    name: self._peak(sharding, recompute, -(-size // passes)) for name, size in sizes.items()
-                },
+                memory_bytes={name: self._peak(sharding, recompute, size) for name, size in pass_samples.items()},
+                # The state on the host is the same of all types, so that any type's pass tells it.
                 offload=self._on_host(sharding, passes, next(iter(timed_passes.values()))),
-                activations=self._saved_on_host(used, sharding, recompute, passes, sizes),
+                activations=self._saved_on_host(used, sharding, recompute, passes, step_samples),
                 price_per_sample=None if None in prices else hourly_price / 3600 * step_s / self.total,
                 **fields,
             )
@@ -625,24 +624,24 @@ class LayoutFigures:
                 self.kinds[name].model,
                 self._setting(group.fabric, sharding, passes),
                 place,
-                -(-sizes[name] // passes),
+                pass_samples[name],
             )
             for name, timed in timed_passes.items()
         }
         slowest = max(step_times, key=lambda name: step_times[name].step_s)
         longest_s = step_times[slowest].step_s
-        timed = timed_passes[slowest]
+        slowest_pass = timed_passes[slowest]
         low_s, high_s = self.kinds[slowest].model.interval(
             longest_s,
-            host_share=timed.share("host_share"),
-            library_share=timed.share("library_share"),
+            host_share=slowest_pass.share("host_share"),
+            library_share=slowest_pass.share("library_share"),
             compiled=self.compile,
         )
         # A host-bound type takes as long for a smaller share of the batch, so its time does not follow the device.
         waits_for_hooks = any(each.hooks_s > 0.0 for each in step_times.values())
         host_is_near = any(each.share("host_share") > _HOST_NEAR for each in timed_passes.values())
         host_bound = waits_for_hooks or host_is_near
-        wait_s = host_wait_s(timed.graph, passes, step_times[slowest])
+        wait_s = host_wait_s(slowest_pass.graph, passes, step_times[slowest])
         layout = make_layout(longest_s, low_s=low_s, high_s=high_s, host_bound=host_bound, host_wait_s=wait_s)
         return LayoutCandidate(layout=layout, sharding=sharding, recompute=recompute, rows=rows, slowest=slowest)
 

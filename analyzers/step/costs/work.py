@@ -208,8 +208,8 @@ class WorkCurve:
         return StepSeconds(step_s=step_s, passes_s=passes_s, update_s=update_s, hooks_s=hooks_s)
 
     def runs_at(self, batch_size: int) -> bool:
-        """Return whether the step runs at a batch size; it is traced to find out unless its shapes scale with every batch."""
-        if self.traced.prime == self.traced.graph.batch_size:  # a trace at a prime batch size scales to every other
+        """Return whether a pass of so many samples runs; the step is traced to find out unless it scales to every batch."""
+        if self.traced.scales_to_every_batch:
             return True
         try:
             self.traced.at(batch_size)

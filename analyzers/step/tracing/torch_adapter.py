@@ -134,6 +134,15 @@ class TracedStep:
             batch_size=batch_size,
         )
 
+    @property
+    def scales_to_every_batch(self) -> bool:
+        """Whether :meth:`at` scales this trace to any batch size.
+
+        It does where the traced batch itself is the prime: then a multiple of the prime can only come from the batch. A step
+        that needs a multiple of some number (half of the batch, say) is traced at a multiple of the prime instead.
+        """
+        return self.prime is not None and self.prime == self.graph.batch_size
+
     @cached_property
     def _op_and_call_indices(self) -> tuple[list[int], list[int]]:
         """The indices in the graph of its compute ops, and the index in ``issued`` of each one's call; equally long lists."""
