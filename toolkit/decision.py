@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from pydantic import Field
@@ -93,6 +93,13 @@ class Remedy(Record):
     devices: Devices = Field(description="that are paid, spares included")
     hours: NonNegative | None = Field(default=None, description="of the whole run; null: nobody said how long it is")
     price: NonNegative | None = Field(default=None, description="in US dollars")
+
+
+class RunFactors(Record):
+    """By what failures, checkpoints and spares multiply the time and the price of a run."""
+
+    time: NonNegative
+    price: NonNegative
 
 
 class FailureFigures(Record):
@@ -224,6 +231,10 @@ class Decision(Record):
     )
     run: RunFigures | None = Field(default=None, description="of the picked plan; null: nobody said how long it is")
     failures: FailureFigures | None = Field(default=None, description="null: nothing fails")
+    failure_factors: dict[str, RunFactors] = Field(
+        default_factory=dict,
+        description="number of devices to what failures and checkpoints make of a run on them; empty: nothing fails",
+    )
     pareto: list[Option] = Field(
         default_factory=list,
         description="the fastest first, what nothing that was looked at is both faster and cheaper than; empty: no prices",
@@ -261,6 +272,10 @@ class Decision(Record):
     )
     error_source: str = ""
     communication_source: str = ""
+
+    def run_factors(self, devices: Mapping[str, int]) -> RunFactors:
+        """Return what failures and checkpoints make of the time and price of a run on ``devices`` (number by type)."""
+        return self.failure_factors.get(str(sum(devices.values())), RunFactors(time=1.0, price=1.0))
 
     @property
     def how_sure(self) -> str:

@@ -429,10 +429,6 @@ class Plan(Artifact):
             for row in rows:
                 taken = row.ests_per_device * self.batch_size  # samples
                 _demand_equal("local_batch_size", row.local_batch_size, taken, f"the ESTs of a {row.device_type} take")
-        if self.strategy == "bsp" and self.split is None:
-            _demand_equal(
-                "max_workers x batch_size", self.max_workers * self.batch_size, samples, "the assignments have"
-            )
         if self.split is not None:
             _demand_equal("split.total_batch_size", self.split.total_batch_size, samples, "the assignments have")
         if self.goodput is not None:

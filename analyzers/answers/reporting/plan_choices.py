@@ -54,10 +54,6 @@ def choices_picture(plan: Plan, decision: Decision) -> Picture:
     samples = plan.max_workers * plan.batch_size
     unit, items = _items(plan, decision)
     run = decision.run
-    picked_s = choices[0].step_s or math.inf
-    price_factor = 1.0  # what failures, checkpoints and spares add to the price of the run
-    if run is not None and run.price is not None and choices[0].price_per_sample:
-        price_factor = run.price / (choices[0].price_per_sample * run.samples)
     has_goodput = any(option.goodput_per_s is not None for option in decision.options)
 
     def rate(row: _Choice) -> float | None:
@@ -65,16 +61,18 @@ def choices_picture(plan: Plan, decision: Decision) -> Picture:
         return None if not row.step_s else row.samples / row.step_s * items / samples
 
     def hours(row: _Choice) -> str | None:
-        """Return the hours of the whole run, those of the picked choice scaled by the time of a sample."""
+        """Return the hours of the whole run, failures and checkpoints included."""
         if run is None or not row.step_s:
             return None
-        return show_hours(run.hours * (row.step_s / row.samples) / (picked_s / choices[0].samples))
+        return show_hours(decision.run_factors(row.devices).time * row.step_s * run.samples / row.samples / 3600)
 
     def price(row: _Choice) -> str | None:
         """Return the cost of the whole run, or of a million samples if it is not known."""
         if row.price_per_sample is None or not row.step_s:
             return None
-        priced_samples = 1e6 * samples / items if run is None else price_factor * run.samples
+        priced_samples = decision.run_factors(row.devices).price * (
+            1e6 * samples / items if run is None else run.samples
+        )
         amount = row.price_per_sample * priced_samples
         return f"${amount / 1000:,.1f}k" if amount >= _THOUSANDS else show_money(amount)
 

@@ -131,6 +131,10 @@ def _compared(
     baselines = candidates.usual(problem) or {"the plan itself": picked.option}
     baseline_name = max(baselines, key=lambda key: choice.value(baselines[key]))
     state_shards = 1 if picked.plan.sharding is None else picked.plan.sharding.shard
+    pareto = _pareto([other.option for other in (*ranked, *([cheapest] if cheapest else []))], candidates, problem)
+    layouts = _all_layouts(picked, best_per_variant, cheapest)
+    options = (*(other.option for other in best_per_variant), *baselines.values(), *pareto)
+    device_counts = {sum(one.devices.values()) for one in options} | {sum(one.devices.values()) for one in layouts}
     return Decision(
         objective=choice.goal.objective,
         picked=picked.option.strategy,
@@ -152,10 +156,11 @@ def _compared(
         error=model.error(picked.option.devices),
         gain_error=model.gain_error(picked.option, baselines[baseline_name]),
         too_close=[other.option.strategy for other in others if choice.unsure(other, picked)],
-        layouts=_all_layouts(picked, best_per_variant, cheapest),
+        layouts=layouts,
         run=choice.goal.run(picked.option),
         failures=choice.goal.failure_figures(picked.option, state_shards),
-        pareto=_pareto([other.option for other in (*ranked, *([cheapest] if cheapest else []))], candidates, problem),
+        failure_factors=choice.goal.failure_factors(device_counts),
+        pareto=pareto,
         error_source=model.error_source,
         communication_source="" if model.communication is None else model.communication.source,
     )

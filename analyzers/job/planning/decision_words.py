@@ -118,15 +118,18 @@ def _cheapest(decision: Decision, picked: Option, problem: Problem) -> list[str]
         return []
     option = decision.pareto[-1]  # the front ends with the cheapest
     step_samples = float(option.step_samples or problem.max_workers * problem.batch_size)
-    saved = 1 - (option.price_per_sample or 0.0) / picked.price_per_sample
+    price, picked_price = (
+        (one.price_per_sample or 0.0) * decision.run_factors(one.devices).price for one in (option, picked)
+    )
+    saved = 1 - price / picked_price
     if saved < LEAST_GAIN:
         return []
-    if decision.run is not None and decision.run.price is not None:
-        price = decision.run.price * (1 - saved)
+    if decision.run is not None:
+        price *= decision.run.samples
         of_what = " for the run"
     else:
         unit, step_items = ("tokens", decision.step_tokens) if decision.step_tokens else ("samples", step_samples)
-        price = 1e6 * (option.price_per_sample or 0.0) * step_samples / step_items
+        price *= 1e6 * step_samples / step_items
         of_what = f" for a million {unit}"
     used = " + ".join(f"{count} {name}" for name, count in option.devices.items())
     layout_text = f" with {option.order}" if option.order and decision.layouts else ""

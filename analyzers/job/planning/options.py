@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ddltool.analyzers.job.planning.failures import Failures
 from ddltool.analyzers.job.planning.superstep import DEFAULT_LOOKAHEAD
 from ddltool.analyzers.step.communication.collectives import Compression
-from ddltool.decision import FailureFigures, Objective, Option, Remedy, RunFigures
+from ddltool.decision import FailureFigures, Objective, Option, Remedy, RunFactors, RunFigures
 from ddltool.errors import Infeasible
 from ddltool.graph import Graph
 from ddltool.units import counted, show_hours, show_money, show_seconds
@@ -85,6 +85,19 @@ class Goal:
         best = min(factors, key=lambda name: (factors[name][first], factors[name][second]))
         longer, dearer = factors[best]
         return best, longer, dearer
+
+    def failure_factors(self, counts: Iterable[int]) -> dict[str, RunFactors]:
+        """Return number of devices -> what failures make of a run on them, by the best remedy; {} where nothing fails.
+
+        The keys are texts, as in the JSON of a decision.
+        """
+        if self.failures is None:
+            return {}
+        found: dict[str, RunFactors] = {}
+        for count in sorted(counts):
+            _, longer, dearer = self._remedied(count)
+            found[str(count)] = RunFactors(time=longer, price=dearer)
+        return found
 
     def failure_figures(self, option: Option, shards: int) -> FailureFigures | None:
         """Return how failures and checkpoints slow down a run of ``option``, by each remedy; None where nothing fails.

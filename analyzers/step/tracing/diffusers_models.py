@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ddltool.analyzers.step.tracing.factories import REMEDY, imported
@@ -39,6 +39,7 @@ _TEXT_TOKENS = {
 }
 """Tokens of the text as the pipelines of diffusers encode it: SD3's 77 of CLIP and 256 of T5 in a row."""
 _CLIP_TOKENS = 77
+_WHICH_FILE = "give the config.json of a unet or transformer folder"
 
 
 def diffusers_step(name: str, sequence_length: int | None = None) -> TrainingStep:
@@ -57,7 +58,7 @@ def diffusers_step(name: str, sequence_length: int | None = None) -> TrainingSte
     name, separator, size_text = name.partition("@")
     is_size = size_text.isdecimal() and 16 <= int(size_text) <= _LARGEST_IMAGE and int(size_text) % 16 == 0
     if separator and not is_size:
-        remedy = f"give a multiple of 16 pixels: diffusers:{name}@512"
+        remedy = f"give a multiple of 16 pixels, up to {_LARGEST_IMAGE:,}: diffusers:{name}@512"
         raise InputError(source, f"cannot take images of {size_text or 'no'} pixels", remedy)
     title, class_name, fields = _configuration(name)
     module = _built(class_name, fields, source)
@@ -80,7 +81,7 @@ def _configuration(name: str) -> tuple[str, str, Mapping[str, Any]]:
     path = Path(name)
     document = from_json(read_text(path), str(path))
     if not isinstance(document, dict) or not isinstance(document.get("_class_name"), str):
-        raise InputError(f"{path}:_class_name", "is missing", "give the config.json of a unet or transformer folder")
+        raise InputError(f"{path}:_class_name", "is missing", _WHICH_FILE)
     fields = {key: value for key, value in document.items() if not key.startswith("_")}
     return path.stem, document["_class_name"], fields
 
@@ -91,9 +92,12 @@ def _built(class_name: str, fields: Mapping[str, Any], source: str) -> Any:
     ``source``: what names the model, for messages. Raises InputError if there is no such class or it cannot be built.
     """
     diffusers = imported("diffusers", source)
+    diffusers.utils.logging.set_verbosity_error()  # it warns of fields that it does not know, and of casts
+    model_class = getattr(diffusers, class_name, None)
+    if not (isinstance(model_class, type) and issubclass(model_class, nn.Module)):
+        raise InputError(source, f"{class_name} is no model of diffusers {diffusers.__version__}", _WHICH_FILE)
     try:
-        model_class = getattr(diffusers, class_name)
-        return model_class.from_config(dict(fields))
+        return model_class.from_config(dict(fields))  # type: ignore[attr-defined]
     except Exception as error:  # never with real weights instead: they may be larger than this machine
         text = one_line(f"{type(error).__name__}: {error}")[:300]
         raise InputError(source, f"cannot be built ({text})", REMEDY) from error
@@ -110,8 +114,14 @@ def _example_inputs(module: Any, pixels: int | None, tokens: int | None, source:
     takes = inspect.signature(module.forward).parameters
     class_name = type(module).__name__
     per_latent = 1 if class_name == "UNet2DModel" else _PIXELS_PER_LATENT  # it denoises the image itself
-    own_side = getattr(config, "sample_size", None) or _DEFAULT_PIXELS // per_latent
-    side = int(own_side) if pixels is None else pixels // per_latent
+    is_video = class_name == "WanTransformer3DModel"
+    if is_video and pixels is not None:
+        frames = f"videos of {_VIDEO[1] * per_latent} x {_VIDEO[2] * per_latent} pixels"
+        raise InputError(source, f"takes {frames}, and no other size here", "leave @SIZE out")
+    side = getattr(config, "sample_size", None) or _DEFAULT_PIXELS // per_latent
+    if not isinstance(side, int):
+        raise InputError(source, f"has images of sample_size {side!r}", "give the side of a square, as a whole number")
+    side = side if pixels is None else pixels // per_latent
     length = tokens or _TEXT_TOKENS.get(class_name, _CLIP_TOKENS)
     inputs: dict[str, Tensor] = {}
     if "img_ids" in takes:  # FLUX: squares of 2 x 2 latents in a row, with their places
@@ -120,7 +130,7 @@ def _example_inputs(module: Any, pixels: int | None, tokens: int | None, source:
         inputs["img_ids"] = _zeros(squares, 3)
         inputs["txt_ids"] = _zeros(length, 3)
     else:
-        extent = _VIDEO if class_name == "WanTransformer3DModel" else (side, side)
+        extent = _VIDEO if is_video else (side, side)
         inputs["sample" if "sample" in takes else "hidden_states"] = _zeros(1, config.in_channels, *extent)
     inputs["timestep"] = torch.zeros(1, dtype=torch.long, device="cpu")
     # The width of a text embedding, under the name that the model's configuration has for it.

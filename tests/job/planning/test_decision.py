@@ -895,6 +895,23 @@ def test_deadlines_budgets_and_fewest_devices() -> None:
         plan(objective="fewest-devices")
 
 
+def test_failures_of_each_number_of_devices_have_their_own_hours_and_price() -> None:
+    """What a decision keeps for all that it compares is what the picked plan's run is made of."""
+    goal = Goal(samples=1e6, step_samples=10, failures=Failures(mtbf_s=3600.0, checkpoint_s=60.0, restart_s=300.0))
+    factors = goal.failure_factors({8, 1})
+    assert [*factors] == ["1", "8"]
+    for count in (1, 8):
+        times = {"compute_s": 1.0, "iteration_s": 2.0, "throughput": 1.0}
+        option = Option(strategy="bsp", devices={"A": count}, determinism="D0", price_per_sample=0.1, **times)  # type: ignore[arg-type]
+        run = goal.run(option)
+        assert run is not None
+        assert factors[str(count)].time * 1e5 * 2 / 3600 == pytest.approx(run.hours)
+        assert factors[str(count)].price * 1e5 == pytest.approx(run.price)
+    assert factors["8"].price > factors["1"].price > 1.0
+    assert goal.unlimited().failure_factors([1]).keys() == {"1"}
+    assert Goal().failure_factors([1]) == {}
+
+
 def test_failures_lengthen_a_run_as_daly_says() -> None:
     """Of equal losses on both sides of Young's interval, and the exact time of a run that fails by chance."""
     spot = Failures(mtbf_s=24 * 3600.0, checkpoint_s=60.0, restart_s=300.0)

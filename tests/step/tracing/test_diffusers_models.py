@@ -141,7 +141,12 @@ def test_files_that_are_no_denoisers(tmp_path: Path) -> None:
         InputError, match="_class_name: is missing; give the config.json of a unet or transformer folder"
     ):
         resolve_step(written(tmp_path, {"model_type": "llama"}))
-    with pytest.raises(InputError, match="cannot be built .AttributeError: module diffusers has no attribute Nothing"):
-        resolve_step(written(tmp_path, {"_class_name": "Nothing"}))
+    for name in ("Nothing", "StableDiffusionPipeline", "DDPMScheduler"):
+        with pytest.raises(InputError, match=f"{name} is no model of diffusers .*; give the config.json of a unet or"):
+            resolve_step(written(tmp_path, {"_class_name": name}))
+    with pytest.raises(InputError, match="has images of sample_size 'x'; give the side of a square"):
+        resolve_step(written(tmp_path, UNET | {"sample_size": "x"}))
+    with pytest.raises(InputError, match="takes videos of 480 x 832 pixels, and no other size here; leave @SIZE out"):
+        resolve_step("diffusers:Wan-AI/Wan2.1-T2V-1.3B-Diffusers@256")
     with pytest.raises(InputError, match="takes no text"):
         resolve_step("diffusers:facebook/DiT-XL-2-256", sequence_length=10)
