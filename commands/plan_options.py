@@ -47,33 +47,14 @@ BY_STRATEGY = {
     "elastic-bsp": {*_AUTO, *_BARRIERS},
     "est": {"top_k", "prefer", "together"},
 }
+# What both plans read that are not of a job: of a recorded step, and of islands on a slow link.
+_OF_BOTH = {"job", "devices", "link", "nic", "bandwidth", "latency", "nccl_tests", "devices_file", "output", "as_json"}
 # What the plan of a recorded step reads, and what one that is to be recorded reads beside.
-_LENGTH = {"tokens", "samples", "epochs"}
-OF_STEP = {
-    "job",
-    "devices",
-    "price",
-    "link",
-    "nic",
-    "bandwidth",
-    "latency",
-    "nccl_tests",
-    "devices_file",
-    "output",
-    "as_json",
-}
-OF_STEP |= _LENGTH
+OF_STEP = {*_OF_BOTH, "price", "tokens", "samples", "epochs"}
 OF_COMMAND = {"vary", "limit", "keep_files"}
-# What the plan of islands on a slow link reads, and what says how they meet.
+# What says how islands meet, and what their plan reads.
 OUTER = {"link_between", "outer_every", "fragments", "overlap", "outer_bits"}
-OF_ISLANDS = {*OF_STEP, *OF_MODEL, *OUTER, "time_limit_s", "seed"} - {
-    "nodes",
-    "save_job",
-    "offload",
-    "attention",
-    "price",
-}
-OF_ISLANDS -= _LENGTH
+OF_ISLANDS = {*_OF_BOTH, *OF_MODEL, *OUTER, "time_limit_s", "seed"} - {"nodes", "save_job", "offload", "attention"}
 # Numbers of inner steps between outer steps that are tried by default.
 EVERY = (1, 8, 64, 500)
 # What the plan of several jobs reads.

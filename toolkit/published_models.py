@@ -91,15 +91,16 @@ def _share_entry(models: list[PublishedModel]) -> bool:
     return len({model.same_as or model.name for model in models}) == 1
 
 
-def find_model(name: str) -> PublishedModel | None:
-    """Return the model with this hub name, None for an unknown one.
+def find_model(name: str, library: Library = "transformers") -> PublishedModel | None:
+    """Return the model with this hub name that ``library`` builds, None for an unknown one.
 
     Upper and lower case count the same; the organisation may be left out if the name is then unambiguous.
 
     >>> find_model("llama-3.1-8b").name
     'meta-llama/Llama-3.1-8B'
     """
-    return _models_by_lower_name().get(name.lower())
+    model = _models_by_lower_name().get(name.lower())
+    return model if model is not None and model.library == library else None
 
 
 def unknown_model(name: str, types: Iterable[str] = (), library: Library = "transformers") -> InputError:
@@ -136,6 +137,5 @@ def check_hub_name(source: str) -> None:
     for library in LIBRARIES:
         if library != prefix or "/" not in name or name.endswith(".json"):
             continue
-        model = find_model(name.partition("@")[0])
-        if model is None or model.library != library:
+        if find_model(name.partition("@")[0], library) is None:
             raise unknown_model(name, library=library)

@@ -212,7 +212,7 @@ def _published_fields(name: str) -> dict[str, Any] | None:
     from transformers.models.auto import modeling_auto
 
     model = find_model(name) or find_model(name.rpartition("/")[2])
-    if model is None or model.library != "transformers":
+    if model is None:
         return None
     tables = (vars(modeling_auto)[f"MODEL_FOR_{task}_MAPPING_NAMES"] for task in _PRETRAINED)
     classes = next((table[model.model_type] for table in tables if model.model_type in table), ())

@@ -74,8 +74,8 @@ def _configuration(name: str) -> tuple[str, str, Mapping[str, Any]]:
     name, and for a file that names no class.
     """
     if not name.endswith(".json"):
-        published = find_model(name)
-        if published is None or published.library != "diffusers":
+        published = find_model(name, "diffusers")
+        if published is None:
             raise unknown_model(name, library="diffusers")
         return published.name.partition("/")[2], published.model_type, published.fields
     path = Path(name)

@@ -127,6 +127,7 @@ def test_a_larger_image_and_a_longer_text_are_more_work(tmp_path: Path) -> None:
         ("diffusers:facebook/DiT-XL-2-256@", "cannot take images of no pixels"),
         ("diffusers:meta-llama/Llama-3.1-8B", "did you mean transformers:meta-llama/Llama-3.1-8B"),
         ("transformers:facebook/DiT-XL-2-256", "did you mean diffusers:facebook/DiT-XL-2-256"),
+        ("transformers:DiT-XL-2-256", "did you mean diffusers:facebook/DiT-XL-2-256"),
     ],
 )
 def test_what_is_no_denoiser_is_one_line(source: str, line: str) -> None:
