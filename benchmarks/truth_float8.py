@@ -164,7 +164,8 @@ GAINS = (
 )
 
 
-def _device(name: str) -> Device:
+def device_of(name: str) -> Device:
+    """Return a device by its name in the table of gains."""
     if name != META:
         return devices().device(name)
     return devices().device("H100").model_copy(update={"memory_bytes_per_s": 2.4e12, "power_w": 500.0})
@@ -175,7 +176,7 @@ def _sample_s(gain: Gain, precision: PrecisionName, batch: int) -> float:
     """Return the seconds of a sample, without collectives and update."""
     traced = trace_step(lambda: gain.build(batch), mode="training", numerics=Numerics(precision, gathered=True))
     run = compiled(traced.graph) if gain.compile else traced.graph
-    timed = estimate(run, cost_model(_device(gain.device), calibration()), Network(), optimizer="none")
+    timed = estimate(run, cost_model(device_of(gain.device), calibration()), Network(), optimizer="none")
     if gain.saved is not None:
         lifetimes = lifetimes_of(traced)
         timed = lifetimes.lengthened(gain.saved(lifetimes), timed)

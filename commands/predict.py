@@ -49,8 +49,8 @@ _LARGEST = 2**31
 # Parameters of a step that is traced: a script that is recorded says these itself. And those that only a script has.
 _MODELLED = (
     "batch_sizes", "replicas", "precision", "channels_last", "compile", "optimizer", "accumulation", "sharding",
-    "checkpointing", "sequence_length", "tensor_parallel", "pipeline_parallel", "sequence_parallel", "virtual_stages", "lora",
-    "attention",
+    "checkpointing", "sequence_length", "tensor_parallel", "pipeline_parallel", "sequence_parallel",
+    "async_tensor_parallel", "virtual_stages", "lora", "attention",
 )  # fmt: skip
 _RECORDED = ("limit", "keep_files")
 
@@ -71,6 +71,7 @@ def predict(
     tensor_parallel: Annotated[int, within(1, 1024)] = 1,
     pipeline_parallel: Annotated[int, within(1, 1024)] = 1,
     sequence_parallel: bool = False,
+    async_tensor_parallel: bool = False,
     virtual_stages: Annotated[int, within(1, 1024)] = 1,
     gpus_per_node: Annotated[int, within(1, 1024)] = DEVICES_PER_NODE,
     precision: Precision = "fp32",
@@ -122,7 +123,11 @@ def predict(
         sizes = (samples_in(batch),) if sizes is None else sizes
         source = Fed(source, batch)
     layout = ParallelDegrees(
-        tensor=tensor_parallel, pipeline=pipeline_parallel, sequence=sequence_parallel, virtual=virtual_stages
+        tensor=tensor_parallel,
+        pipeline=pipeline_parallel,
+        sequence=sequence_parallel,
+        virtual=virtual_stages,
+        overlapped=async_tensor_parallel,
     )
     trained: dict[str, Any] = {"optimizer": optimizer, "accumulation": accumulation, "compile": compile}
     trained |= {"sharding": sharding, "checkpointing": checkpointing, "layout": layout}

@@ -95,6 +95,7 @@ class PredictionAssumptions(Part):
     sharding: str = "ddp"
     checkpointing: str = "none"
     sequence_parallel: bool = False
+    async_tensor_parallel: bool = False
     virtual_stages: Count = 1
     lora: Count | None = Field(
         default=None, description="rank of the adapters that are trained alone; null: all is trained"

@@ -371,7 +371,7 @@ OPTIONS = {
         "accumulation attention bandwidth batch-sizes channels-last checkpointing compile device devices-file "
         "gpus-per-node json "
         "keep-files latency limit link local-bandwidth local-latency lora nccl-tests nic optimizer output "
-        "pipeline-parallel precision replicas sequence-length sequence-parallel sharding tensor-parallel "
+        "async-tensor-parallel pipeline-parallel precision replicas sequence-length sequence-parallel sharding tensor-parallel "
         "virtual-stages"
     ),
     "profile": (

@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import cycle
 from typing import Any, Literal, Self
 
@@ -34,7 +33,7 @@ from ddltool.analyzers.step.communication.program import Program, program_of
 from ddltool.analyzers.step.costs.memory import PARAMETER, Recomputation
 from ddltool.analyzers.step.costs.model import CostModel
 from ddltool.analyzers.step.costs.offloading import HostCopies, host_link_bytes_per_s
-from ddltool.analyzers.step.costs.parallel import between_replicas
+from ddltool.analyzers.step.costs.parallel import ParallelCurve, between_replicas
 from ddltool.analyzers.step.costs.predict import lacking_bytes
 from ddltool.analyzers.step.costs.saving import ON_HOST, Checkpointing, Saving, split_way
 from ddltool.analyzers.step.costs.setting import ParallelDegrees, Placement, Setting
@@ -117,9 +116,9 @@ class LayoutFigures:
     step, ``size`` the samples of one pass, and ``recompute`` what is recomputed (see :class:`LayoutCandidate`). A pass is one
     forward and backward pass on a device; a step of several passes accumulates their gradients.
 
-    The private fields cache by: ``_timed`` (device type, samples, recomputation, work), ``_reserved_bytes`` and ``_peaks``
-    (sharding, recomputation, samples) in bytes, ``_settings`` the layout as JSON, ``_savings`` recomputation key,
-    ``_solved`` the layout as JSON and whether blocks save on the host.
+    The private fields cache by: ``_timed`` (device type, samples, recomputation, work), ``_missing`` (usable bytes, sharding,
+    recomputation, samples) and ``_peaks`` (the last three of these) in bytes, ``_settings`` the layout as JSON, ``_savings``
+    recomputation key, ``_solved`` the layout as JSON and whether blocks save on the host.
     """
 
     work: WorkCurve
@@ -135,7 +134,7 @@ class LayoutFigures:
     saves_on_host: bool = False
     """Whether the solver may let blocks save on the host."""
     _timed: dict[tuple[str, int, str, WorkCurve], _Timed] = field(default_factory=dict)
-    _reserved_bytes: dict[tuple[Sharding, str, int], float] = field(default_factory=dict)
+    _missing: dict[tuple[float, Sharding, str, int], float] = field(default_factory=dict)
     _peaks: dict[tuple[Sharding, str, int], float] = field(default_factory=dict)
     _settings: dict[str, tuple[BucketSetting | None, PrefetchSetting | None]] = field(default_factory=dict)
     _savings: dict[str, Saving] = field(default_factory=dict)
@@ -190,24 +189,31 @@ class LayoutFigures:
 
         The allocator reserves more than its tensors take, because memory is fragmented.
         """
-        most_missing = 0.0
-        work = self._work(candidate.sharding)
-        for name, size in candidate.layout.local_batch_sizes.items():
-            usable = self.kinds[name].usable_bytes
-            pass_samples = -(-size // candidate.layout.passes)  # rounded up
-            saving = self._saving(candidate.recompute, pass_samples, candidate.sharding)
-            # what a process holds, place by place; None: a batch too large for the model
-            held = partial(work.held, pass_samples, candidate.sharding, self.optimizer, saving)
-            key = candidate.sharding, candidate.recompute, pass_samples
-            if key not in self._reserved_bytes:
-                needed = held()
-                self._reserved_bytes[key] = math.inf if needed is None else float(needed.reserved_bytes() or 0)
-            if self._reserved_bytes[key] > usable:
-                # Given a limit, the allocator frees whole unused segments when it comes near; simulate that too.
-                needed = held()
-                if needed is None or needed.reserved_bytes(usable) is None:
-                    most_missing = max(most_missing, self._reserved_bytes[key] - usable)
-        return most_missing
+        layout = candidate.layout
+        return max(
+            self._missing_on(
+                self.kinds[name].usable_bytes, candidate.sharding, candidate.recompute, -(-size // layout.passes)
+            )
+            for name, size in layout.local_batch_sizes.items()
+        )
+
+    def _missing_on(self, usable_bytes: float, sharding: Sharding, recompute: str, size: int) -> float:
+        """Return how many bytes the allocator lacks on a device that has ``usable_bytes``; results are cached.
+
+        0.0: it has enough. Infinite: the model cannot be traced at so many samples.
+        """
+        key = usable_bytes, sharding, recompute, size
+        if key not in self._missing:
+            saving = self._saving(recompute, size, sharding)
+            held = self._work(sharding).held(size, sharding, self.optimizer, saving)
+            if held is None:
+                self._missing[key] = math.inf
+            # Given a limit, the allocator frees whole unused segments when it comes near.
+            elif held.reserved_bytes(usable_bytes) is not None:
+                self._missing[key] = 0.0
+            else:
+                self._missing[key] = (held.reserved_bytes() or 0) - usable_bytes
+        return self._missing[key]
 
     def at_speeds(self, capabilities: Mapping[str, float], batch_size: int) -> Self:
         """Return these figures with times scaled so that they agree with measured capabilities.
@@ -224,24 +230,29 @@ class LayoutFigures:
 
         Only the solver's choices of recomputation (``_savings``) stay, because layouts refer to them.
         """
-        return replace(self, _timed={}, _reserved_bytes={}, _peaks={}, _settings={}, _solved={}, **fields)
+        return replace(self, _timed={}, _missing={}, _peaks={}, _settings={}, _solved={}, **fields)
 
     def alternatives(self, candidate: LayoutCandidate) -> dict[str, Self]:
         """Return what the user may change of the script beside the layout: name of the change -> the figures with it.
 
-        The changes are torch.compile; float8, compiled, where every device has units for it; and channels_last where
-        convolutions are more than a small share of the step.
+        The changes are torch.compile; float8, compiled, where every device has units for it; asynchronous tensor parallelism,
+        which torch has only compiled, in tensor groups; and channels_last where convolutions are more than a small share of
+        the step.
         """
         if candidate.layout.activations:  # none of them is modelled together with activations on the host
             return {}
         found = {} if self.compile else {"torch.compile": self.changed(compile=True)}
+        prefix = "" if self.compile else "torch.compile with "
         work = self.work.under(candidate.sharding)
         is_alone = self.degrees.gpus == 1
         has_float8 = all("float8" in self.kinds[name].model.device.peak_flops for name in candidate.layout.devices)
         if has_float8 and work.in_fp8 is not None and is_alone:
-            name = "fp8" if self.compile else "torch.compile with fp8"
             with suppress(InputError):
-                found[name] = self.changed(compile=True, work=work.in_fp8())
+                found[f"{prefix}fp8"] = self.changed(compile=True, work=work.in_fp8())
+        if isinstance(self.work, ParallelCurve) and self.degrees.sequence:
+            degrees = replace(self.degrees, overlapped=True)
+            overlapped = self.changed(compile=True, degrees=degrees, work=replace(self.work, layout=degrees))
+            found[f"{prefix}asynchronous tensor parallelism"] = overlapped
         has_images = _convolution_share(work.traced.graph) > _OF_IMAGES
         if has_images and work.in_channels_last is not None and is_alone:
             with suppress(InputError):

@@ -19,7 +19,8 @@ import numpy as np
 from ddltool.analyzers.step.costs.kernel_times import DATASHEET, UNITS, Constants, by_library, demand_of, seconds
 from ddltool.analyzers.step.costs.kernels import kernels_of, memory_kernels
 from ddltool.analyzers.step.costs.optimizers import OPTIMIZERS, parameters_of, update_of
-from ddltool.arrays import Floats
+from ddltool.analyzers.step.recording.op_rules import CLASS, class_of
+from ddltool.arrays import Flags, Floats
 from ddltool.calibration import CalibrationTable, Residuals
 from ddltool.device import GIVEN, Device, Generation, Network, name_key
 from ddltool.graph import COMPUTE, SEND, Estimate, Graph, assign_channels
@@ -38,6 +39,9 @@ _DETACH = "aten.detach"
 # The time that the wrapper of a compiled step takes to launch a kernel, over that of an op in eager mode, which goes through
 # Python, autograd and the dispatcher. Fused ops and views then cost the host nothing.
 WRAPPED = 0.4
+# Of the time that products and collectives would save if neither slowed the other down, what they save: the median of the
+# gains that torchtitan published of asynchronous tensor parallelism (benchmarks/truth_parallel.py).
+_OVERLAPPED = 0.5
 # The default optimizer of predictions, plans and traces alike.
 OPTIMIZER = "adam"
 # Branches of chips, each by year: a generation without measured rows is interpolated between its neighbours.
@@ -143,6 +147,31 @@ class Exchanges:
     """(n,) seconds of the collectives that follow an op and that the next op waits for; the host issues them like ops."""
     restarts: Sequence[int] = ()
     """Ascending indices of ops before which the host waits until the device has done all ops so far."""
+    overlapped_s: Floats | None = None
+    """(n,) seconds of the collectives that follow an op and run at the same time as products; None: there are none."""
+    pieces: int = 1
+    """In how many pieces products and ``overlapped_s`` are divided for that; a piece is sent once it is computed."""
+
+    def waits_s(self, op_s: Floats, is_product: Flags) -> Floats:
+        """Return (n,) the seconds for which the device waits after each op.
+
+        Half of an overlapped collective (the reduce-scatter) runs beside the products since the one before it, half (the
+        all-gather) beside those before the next. Both are divided into pieces, so that all but one piece of the shorter could
+        be hidden; ``_OVERLAPPED`` of that is. ``op_s``: (n,) seconds of the ops; ``is_product``: (n,) which of them are matrix
+        products.
+        """
+        if self.overlapped_s is None or not self.overlapped_s.any():
+            return self.seconds
+        places = np.flatnonzero(self.overlapped_s)
+        halves_s = self.overlapped_s[places] / 2
+        # between two collectives, and before the first and after the last
+        products_s = np.diff(np.cumsum(op_s * is_product)[[*places, -1]], prepend=0.0)
+        collectives_s = np.append(halves_s, 0.0) + np.insert(halves_s, 0, 0.0)
+        shorter_s = np.minimum(products_s, collectives_s)
+        exposed_s = collectives_s - _OVERLAPPED * shorter_s * (1 - 1 / self.pieces)
+        waits_s = self.seconds.copy()
+        np.add.at(waits_s, [*places, -1], exposed_s)
+        return waits_s
 
 
 def time_step(
@@ -168,11 +197,12 @@ def time_step(
     demand = demand_of(kernels, device, precision=str(graph.meta.get("precision", "fp32")))
     kernels_s = seconds(demand, constants)
     op_s = kernels.per_op(kernels_s)
+    waits_s = np.zeros(len(op_s))
     if exchanges is not None:
-        op_s = op_s + exchanges.seconds
-    issue_s = _issue_s(graph, op_s, constants)
-    if exchanges is not None:
-        issue_s = issue_s + constants.issue_s * (exchanges.seconds > 0)
+        is_product = np.array([class_of(op_type) == CLASS["matrix_product"] for op_type in graph.op_type], dtype=bool)
+        waits_s = exchanges.waits_s(op_s, is_product)
+    op_s = op_s + waits_s
+    issue_s = _issue_s(graph, op_s, constants) + constants.issue_s * (waits_s > 0)
     # The same of the update that follows the graph's ops.
     update = update_of(graph, optimizer)
     update_op_s = seconds(demand_of(update.kernels, device), constants)

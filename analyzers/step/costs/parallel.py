@@ -62,6 +62,9 @@ def parallel_curve(curve: WorkCurve, setting: Setting) -> WorkCurve:
         raise InputError(
             "--sequence-parallel", "shares tokens within a tensor group of 1", "give --tensor-parallel, too"
         )
+    if layout.overlapped and not layout.sequence:
+        problem = "divides reduce-scatters and all-gathers, and without sequence parallelism there are only all-reduces"
+        raise InputError("--async-tensor-parallel", problem, "give --sequence-parallel, too")
     if layout.virtual > 1 and (layout.pipeline == 1 or setting.accumulation % layout.pipeline):
         problem = f"{layout.virtual} of {layout.pipeline} GPUs in {setting.accumulation} passes"
         remedy = "give --pipeline-parallel above 1, and --accumulation in multiples of it"
@@ -161,22 +164,36 @@ class ParallelCurve(WorkCurve):
     def timed(self, batch_size: int, model: CostModel, setting: Setting) -> Graph:
         """Return the graph of a rank's pass through all stages, with the model's times.
 
-        The time of an exchange within the tensor group is added to that of the op that it follows.
+        The time for which a rank waits for an exchange within the tensor group is added to that of the op that it follows.
         """
         graph = self.traced.at(batch_size)
         stages = self._stages_at(batch_size)
         group = setting.fabric.over(self.layout.tensor)
         exchanged_bytes = np.array(stages.rank.exchanged_bytes(batch_size))
         seconds = group.all_reduce_s(exchanged_bytes) if len(exchanged_bytes) else exchanged_bytes
-        if self.layout.sequence:  # a reduce-scatter and an all-gather, unless every rank needs the whole sum
-            is_whole = np.array([exchange.whole for exchange in stages.rank.exchanges], dtype=bool)
+        # a reduce-scatter and an all-gather, unless every rank needs the whole sum
+        is_divided = np.array(
+            [self.layout.sequence and not exchange.whole for exchange in stages.rank.exchanges], dtype=bool
+        )
+        if is_divided.any():
             divided_s = group.reduce_scatter_s(exchanged_bytes) + group.all_gather_s(exchanged_bytes)
-            seconds = np.where(is_whole, seconds, divided_s)
-        exchange_s = np.zeros(len(graph))  # by op
+            seconds = np.where(is_divided, divided_s, seconds)
         index_of = {name: index for index, name in enumerate(graph.names)}
-        np.add.at(exchange_s, [index_of[exchange.op] for exchange in stages.rank.exchanges], seconds)
+
+        def by_op(each_s: Floats) -> Floats:
+            """Return (n,) the seconds of the exchanges that follow each op of the graph, from those of each exchange."""
+            sums = np.zeros(len(graph))
+            np.add.at(sums, [index_of[exchange.op] for exchange in stages.rank.exchanges], each_s)
+            return sums
+
+        is_overlapped = is_divided & self.layout.overlapped
         executed = compiled(graph) if setting.compile else graph
-        exchanges = Exchanges(seconds=exchange_s, restarts=stages.restarts(graph))
+        exchanges = Exchanges(
+            seconds=by_op(seconds * ~is_overlapped),
+            restarts=stages.restarts(graph),
+            overlapped_s=by_op(seconds * is_overlapped),
+            pieces=self.layout.tensor,
+        )
         return estimate(executed, model, Network(), optimizer=setting.optimizer, exchanges=exchanges)
 
     def step_time(

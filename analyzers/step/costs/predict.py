@@ -100,6 +100,7 @@ def predict_on(
         "bandwidth_bytes_per_s": first_setting.fabric.between.bytes_per_s,
         "gpus_per_node": first_setting.fabric.gpus_per_node,
         "sequence_parallel": first_setting.layout.sequence,
+        "async_tensor_parallel": first_setting.layout.overlapped,
         "virtual_stages": first_setting.layout.virtual,
     }
     return PredictResult(

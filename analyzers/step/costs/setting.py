@@ -30,6 +30,8 @@ class ParallelDegrees:
     """Whether the GPUs that share products also divide, by tokens, the tensors between them."""
     virtual: int = 1
     """The number of stages on each GPU of a pipeline; several are interleaved."""
+    overlapped: bool = False
+    """Whether what these GPUs exchange runs piece by piece beside the products (asynchronous tensor parallelism)."""
 
     @property
     def gpus(self) -> int:

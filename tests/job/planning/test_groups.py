@@ -89,6 +89,25 @@ def test_the_figures_of_groups_are_those_of_predict(tensor: int, pipeline: int) 
     assert compared >= 3
 
 
+def test_what_asynchronous_exchanges_would_save_is_what_predict_says() -> None:
+    """Pipelines exchange nothing within a stage, so nothing is said of them."""
+    degrees = degrees_of(4, 1)
+    made = planner(16, "adam", A100=1e6).in_groups(degrees)
+    assert made is not None
+    best = fitting(made.search(problem(16, A100=2), equal=True)[0])[0]
+    found = made.alternatives(best)["torch.compile with asynchronous tensor parallelism"]
+    setting = setting_of(made, best.layout, replace(degrees, overlapped=True))
+    setting = replace(setting, compile=True)
+    groups = best.layout.devices["A100"]
+    place = Placement(num_nodes=1, num_replicas=groups, gpus=4)
+    size = 16 // groups // best.layout.passes
+    row = predict(curve_of(setting), made.kinds["A100"].model, setting, [size], [place])[0]
+    assert found.step_s(best) == pytest.approx(row.step_time_s)
+    stages = planner(16, "adam", A100=1e6).in_groups(degrees_of(1, 2))
+    assert stages is not None
+    assert list(stages.alternatives(stages.search(problem(16, A100=4), equal=True)[0][0])) == ["torch.compile"]
+
+
 def every_equal_step(made: Layouts, total: int, groups: int, degrees: ParallelDegrees) -> Iterator[float]:
     """Steps of every layout on 1 to ``groups`` groups that hold equal shares, by ``predict`` alone."""
     room = made.kinds["A100"].usable_bytes

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from ddltool.analyzers.step.communication.nccl import Fabric
 from ddltool.analyzers.step.communication.program import program_of
 from ddltool.analyzers.step.costs.memory import Recomputation
-from ddltool.analyzers.step.costs.model import cost_model
+from ddltool.analyzers.step.costs.model import _OVERLAPPED, Exchanges, cost_model
 from ddltool.analyzers.step.costs.parallel import (
     ParallelCurve,
     _order,
@@ -92,9 +92,15 @@ def parallel(precision: str = "bf16-pure", **layout: Any) -> ParallelCurve:
 
 def setting(passes: int = 1, **changed: Any) -> Setting:
     layout = ParallelDegrees(
-        **{name: changed.pop(name) for name in ("tensor", "pipeline", "sequence", "virtual") if name in changed}
+        **{
+            name: changed.pop(name)
+            for name in ("tensor", "pipeline", "sequence", "virtual", "overlapped")
+            if name in changed
+        }
     )
-    return Setting(fabric=FABRIC, accumulation=passes, layout=layout, optimizer="adamw", **changed)
+    return Setting(
+        fabric=changed.pop("fabric", FABRIC), accumulation=passes, layout=layout, optimizer="adamw", **changed
+    )
 
 
 def row_of(batch: int = 8, replicas: int = 1, passes: int = 1, precision: str = "bf16-pure", **changed: Any) -> Any:
@@ -189,6 +195,28 @@ def test_with_sequence_parallelism_norms_move_their_share_of_the_tokens() -> Non
     assert (shared.written_bytes[norms] < 0.6 * plain.written_bytes[norms]).all()
     products = plain.gemm[:, 1] > 0
     assert shared.gemm[products].tolist() == plain.gemm[products].tolist()
+
+
+def test_a_device_waits_for_what_products_do_not_hide() -> None:
+    """Worked by hand: collectives of 4 s and 8 s, of which half run beside the products before them half beside those after."""
+    exchanges = Exchanges(seconds=np.zeros(5), overlapped_s=np.array([0.0, 4.0, 0.0, 8.0, 0.0]), pieces=4)
+    op_s, is_product = np.array([1.0, 6.0, 1.0, 2.0, 6.0]), np.array([False, True, False, True, True])
+    hidden_s = _OVERLAPPED * 3 / 4 * np.array([0.0, 2.0, 0.0, 2.0, 4.0])
+    assert exchanges.waits_s(op_s, is_product) == pytest.approx(np.array([0.0, 2.0, 0.0, 6.0, 4.0]) - hidden_s)
+    alone = replace(exchanges, overlapped_s=None, seconds=np.arange(5.0))
+    assert alone.waits_s(op_s, is_product).tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_asynchronous_exchanges_shorten_the_step_by_a_part_of_their_time(pipeline: int) -> None:
+    how = {"batch": 512, "tensor": 4, "sequence": True, "pipeline": pipeline, "passes": 2, "compile": True}
+    plain, overlapped = row_of(**how), row_of(**how, overlapped=True)
+    slow_links = replace(FABRIC, inside=parse_link("pcie3"))
+    assert overlapped.step_time_s < plain.step_time_s
+    assert overlapped.peak_memory_bytes == plain.peak_memory_bytes
+    # Slow links take longer than all products, so that they can hide no more than their own time.
+    behind, beside = (row_of(**how, fabric=slow_links, overlapped=each) for each in (False, True))
+    assert behind.step_time_s > beside.step_time_s > plain.step_time_s
 
 
 SMALL = {
@@ -350,6 +378,7 @@ def test_every_sharding_of_the_replicas_has_a_step_and_its_memory(sharding: str)
         ({"pipeline": 3}, "--pipeline-parallel: 3 stages of 4 blocks; give a divisor of 4"),
         ({"pipeline": 2, "virtual": 4, "passes": 2}, "--virtual-stages: 8 stages of 4 blocks; give a divisor of 4"),
         ({"pipeline": 2, "virtual": 2, "passes": 3}, "--virtual-stages: 2 of 2 GPUs in 3 passes"),
+        ({"tensor": 2, "overlapped": True}, "--async-tensor-parallel: divides reduce-scatters and all-gathers"),
         ({"sequence": True}, "--sequence-parallel: shares tokens within a tensor group of 1"),
         ({"tensor": 2, "checkpointing": "1GiB"}, "--checkpointing: no budget is kept stage by stage"),
         ({"tensor": 2, "sharding": "fsdp:cpu"}, "--sharding: 'fsdp:cpu' beside tensor or pipeline parallelism is not"),
