@@ -490,8 +490,8 @@ def section(data: Path) -> str:
         "- Llama: SimuMax's rows without context parallelism; transformers' Llama, eager, for Transformer Engine's. SimuMax's "
         "error, with operators measured there, is 5.6 % in time and 1.4 % in memory.\n"
         "- NeMo: tuned recipes, compiled transformers' Llama for their fused kernels, in eight and four bits, which no "
-        "constant was fitted to; MXFP8 as FP8, NVFP4 as FP8 with products at the datasheet's rate of four bits; a tensor group's "
-        "exchanges are asynchronous, as NVIDIA's recipes have them.",
+        "constant was fitted to; MXFP8 as FP8, NVFP4 as FP8 with products at the datasheet's rate of four bits; a tensor "
+        "group's exchanges are asynchronous, as NVIDIA's recipes have them.",
         asynchronous(),
         "[torchtitan](https://github.com/pytorch/torchtitan/blob/main/benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md) "
         "measured these; one constant, how much of what could be hidden is, was read off the first four.",
