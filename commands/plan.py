@@ -29,6 +29,7 @@ from ddltool.analyzers.job.planning.job_inputs import (
     samples_of,
     scanned,
     with_prices,
+    with_rates,
     written_in,
 )
 from ddltool.analyzers.job.planning.numerics import best_of
@@ -344,6 +345,7 @@ def plan(
 
     def planned(one: Job) -> Plan:
         """Return the whole plan of a job. Raises Infeasible if it has none."""
+        one = with_rates(one, str(job_file), remarks.append)
         try:
             solved = solve(strategy, one, job_file, options)
         except Infeasible:

@@ -265,6 +265,23 @@ def powers(job: Job, where: str) -> dict[str, float]:
     return {name: device.power_w for name, device in specs.items() if device is not None and device.power_w}
 
 
+def with_rates(job: Job, where: str, tell: Tell) -> Job:
+    """Return a job of a model without the device types whose datasheets have no rate for its precision, and tell which.
+
+    The job is returned as it is where no type would be left. ``where``: the file that errors name.
+    """
+    linears = precision_of(job.precision).linears
+    if not linears or not traceable(job):
+        return job
+    table = devices_of(job, where)
+    specs = {offer.type: table.find(offer.type) for offer in job.devices}
+    lacking = [name for name, device in specs.items() if device is not None and linears not in device.peak_flops]
+    if not lacking or len(lacking) == len(specs):
+        return job
+    tell(f"note: {' and '.join(lacking)} left out with {job.precision}, for which the datasheet has no rate")
+    return job.model_copy(update={"devices": [offer for offer in job.devices if offer.type not in lacking]})
+
+
 def run_of(path: Path | None, tell: Tell) -> Run | None:
     """Return the earlier run that a telemetry file recorded; None for None."""
     return None if path is None else read_run(read_table(path), str(path), tell)
