@@ -166,7 +166,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "if len(type_names) == 0:": "of one type the optimum names that type too",
         "cost[0, 1:][on_type.speedup[0, 1 : offer.most_replicas + 1] == 0] = np.inf": "no speed is below 0",
         "cost[1][on_type.speedup[1, : offer.most_replicas + 1] == 0] = np.inf": "no speed is below 0",
-        "for type_index, count, offer in zip(assignment.types, assignment.counts, offers, strict=False)": _ALIKE,
+        "for (type_index, count), offer in zip(assigned, offers, strict=False)": _ALIKE,
     },
     "analyzers/job/planning/compare.py": {
         'if candidates.goal.objective >= "same-bits":': "it is the last of the objectives in the alphabet",

@@ -87,7 +87,6 @@ from ddltool.graph import Graph, read_graph
 from ddltool.graph_results import CommandPlan
 from ddltool.island_results import IslandsPlan
 from ddltool.job import LINKS, Attention, Cluster, Job, Offload
-from ddltool.links import Link
 from ddltool.plans import Plan
 from ddltool.precision import NAMES, precision_name
 from ddltool.shipped import calibration, known_devices
@@ -200,21 +199,22 @@ def plan(
         demand_part("a plan of islands", OF_ISLANDS)
         if link_between is None:
             raise InputError("--link-between", "is missing", "say what joins the islands: 1Gbit, or 1Gbit,30ms")
-        return _plan_of_islands(
+        between, numerics = link_of(link_between), named_numerics(precision, optimizer, lora)
+        check_outputs([], {"-o": output})
+        if len(numerics) > 1:
+            raise InputError("a plan of islands", "names several precisions, optimizers or ranks", "give one of each")
+        outer = OuterOptions(every=outer_every, fragments=fragments, overlap=overlap, bits=outer_bits)
+        tests = tuple(nccl_tests)
+        options = PlanOptions(
+            bandwidth=bandwidth, latency=latency, nccl_tests=tests, limit_s=time_limit_s, seed=seed, tell=tell
+        )
+        islands_plan = plan_islands(
             str(job),
             devices,
-            link_of(link_between),
-            OuterOptions(every=outer_every, fragments=fragments, overlap=overlap, bits=outer_bits),
-            PlanOptions(
-                bandwidth=bandwidth,
-                latency=latency,
-                nccl_tests=tuple(nccl_tests),
-                limit_s=time_limit_s,
-                seed=seed,
-                tell=tell,
-            ),
-            named_numerics(precision, optimizer, lora),
-            output,
+            between,
+            outer,
+            options,
+            **numerics[0],
             batch_size=batch_size,
             stage=stage,
             link=link,
@@ -224,6 +224,9 @@ def plan(
             channels_last=channels_last,
             devices_file=devices_file,
         )
+        if output is not None:
+            save(islands_plan, output)
+        return islands_plan
     refuse("a plan of devices on one network", OUTER, instead="separate islands by +: --devices 8xH100+8xA100")
     # A step that was recorded, or is to be.
     recorded = None if is_command(job) else _recorded(job)
@@ -422,39 +425,6 @@ def show_plan(
     if result.best is None:
         least = result.tried[0]  # the one with the least memory
         raise Infeasible(f"memory: {least.command} fits on none of these devices, nor does any of its variants")
-
-
-def _plan_of_islands(
-    source: str,
-    devices: str,
-    between: Link,
-    outer: OuterOptions,
-    options: PlanOptions,
-    numerics: list[dict[str, Any]],
-    output: str | Path | None,
-    **model: Any,
-) -> IslandsPlan:
-    """Return the plan of islands (groups of devices that a slow link joins), and write it to ``output`` if that is given.
-
-    Args:
-        source: the model.
-        devices: the islands with ``+`` between them, such as "8xH100+8xA100".
-        between: the link that joins the islands.
-        outer: after how many steps the islands synchronise, and how.
-        options: further settings of the search.
-        numerics: the combinations of precision, optimizer and rank of LoRA that the user named; only one is allowed.
-        output: the file that the plan is written to; None: none.
-        model: further arguments of :func:`plan_islands` that describe the model.
-
-    Raises InputError for several combinations, and as :func:`plan_islands` does.
-    """
-    check_outputs([], {"-o": output})
-    if len(numerics) > 1:
-        raise InputError("a plan of islands", "names several precisions, optimizers or ranks", "give one of each")
-    islands_plan = plan_islands(source, devices, between, outer, options, **numerics[0], **model)
-    if output is not None:
-        save(islands_plan, output)
-    return islands_plan
 
 
 def _plan_of_step(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any, get_args
 
 from ddltool.analyzers.job.planning.candidates import STRATEGIES
@@ -156,12 +157,8 @@ def read_ranks(text: str, option: str) -> str:
     return ",".join("none" if rank is None else str(rank) for rank in _lora_ranks(text, option))
 
 
-def read_every(text: str, option: str) -> tuple[int, ...]:
-    """Return the numbers in a text such as ``1,8,64``: after how many steps within an island all islands synchronise.
-
-    ``option``: named in errors.
-    """
-    return integers(text, option, most=10_000_000)
+# Reader of a text such as ``1,8,64``: after how many steps within an island all islands synchronise.
+read_every = partial(integers, most=10_000_000)
 
 
 def read_memory_checkpoint(text: str, option: str) -> tuple[float, float]:

@@ -277,18 +277,11 @@ def profile_watch(
     """Train in local processes in lockstep and record speed, CPU and memory of each, for balance.
 
     ``source``: of the model. ``batch_size``: samples of each of the ``replicas`` processes in an iteration. ``cores``: one
-    core for each process; None: any. ``output``: CSV file for the records; None: none is written.
+    core for each process; None: any. ``output``: CSV file for the records; None: none is written. Raises DdlToolError if a
+    worker is lost; what was recorded until then is written first.
     """
     sizes = {"batch": batch_size, "workers": replicas, "iterations": iterations}
-    watch_workers(WatchRequest(source=source, resolver=RESOLVER, cores=cores, seed=seed, **sizes), output, as_json)
-
-
-def watch_workers(request: WatchRequest, output: Path | None, as_json: bool) -> None:
-    """Train in local processes in lockstep, record speed, CPU and memory of each in every iteration, and print a summary.
-
-    ``request``: what is trained, on how many processes, for how long. ``output``: the CSV file for the records; None: none is
-    written. Raises DdlToolError if a worker is lost; what was recorded until then is written first.
-    """
+    request = WatchRequest(source=source, resolver=RESOLVER, cores=cores, seed=seed, **sizes)
     try:
         with progress("watching", request.iterations) as advance:
             rows = record(request, lambda done: advance(done, f"{done} of {request.iterations}"))

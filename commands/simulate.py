@@ -108,27 +108,7 @@ def simulate(
 
     Raises InputError for a wrong or unreadable file, and for jobs that can never run.
     """
-    setup, machines, makers = _replay_setup(
-        tell=tell,
-        cluster=cluster,
-        traces=traces,
-        policy=policy,
-        interval_s=interval_s,
-        restart_delay_s=restart_delay_s,
-        interference=interference,
-        power=power,
-        react=react,
-        whole_seconds=whole_seconds,
-        models=models,
-        prices=prices,
-        mtbf_s=mtbf_s,
-        repair_s=repair_s,
-        checkpoint_interval_s=checkpoint_interval_s,
-        checkpoint_s=checkpoint_s,
-        failures=failures,
-        failure_seed=failure_seed,
-        seed=seed,
-    )
+    setup, machines, makers = _replay_setup(**locals())  # all of them: nothing else is bound yet
     return study(Path(workload), machines, makers, setup, seed=seed, tell=tell, stage=stage)
 
 
@@ -224,7 +204,7 @@ def simulate_trials(
     """
     cluster_file, folders = shipped_or(cluster, traces, tell)
     machines = read_cluster(cluster_file)
-    makers = _policy_makers(machines, policy, power, restart_delay_s, seed)
+    makers = policies(policy, power, restart_delay_s, seed, mixed=len(machines.type_names) > 1)
     first, *other_batches = local_batch
     search = TrialSearch(application=application, local_batch_size=first)
     timing = Options(interval_s=interval_s, restart_delay_s=restart_delay_s)
@@ -316,25 +296,24 @@ def show_simulate_generate(call: VerbCall[WorkloadResult], output: Path | None =
 
 
 @verb
-@also_takes(simulate_generate, without=("jobs", "hours", "pattern"))
 def simulate_convert(
     trace: Path,
     *,
     jobs: int | None = None,
     hours: float | None = None,
+    cluster: Path | None = None,
+    traces: Folders = (),
+    pollux: bool = False,
+    seed: Seed = 0,
     tell: Tell = log_remark,
     stage: Stage = quietly,
-    **source_options: Any,
 ) -> WorkloadResult:
     """Write the trace of a cluster as a workload: each job stands for an application of its size class.
 
     ``jobs``: number of jobs to draw with the seed; None: all. ``hours``: take only jobs of the busiest stretch of so many
     hours; None: of the whole trace. Raises InputError for a file that is no trace of Philly, Helios, Acme or Alibaba.
     """
-    seed = source_options.get("seed", 0)
-    machines, folders = _application_source(
-        source_options.get("cluster"), source_options.get("traces", ()), source_options.get("pollux", False), tell
-    )
+    machines, folders = _application_source(cluster, traces, pollux, tell)
     with stage(f"reading {trace.name}"):
         templates = partial(read_templates, folders, machines)
         specs, remark = read_jobs(trace, templates, jobs=jobs, hours=hours, seed=seed)
@@ -362,41 +341,17 @@ def _replay_setup(
     models = _read_fitted_models(arguments["models"])
     cluster, folders = shipped_or(arguments["cluster"], arguments["traces"], tell, fitted=bool(models))
     machines = read_cluster(cluster)
-    makers = _policy_makers(
-        machines, arguments["policy"], arguments["power"], arguments["restart_delay_s"], arguments["seed"]
-    )
-    options = Options(
-        interval_s=arguments["interval_s"],
-        restart_delay_s=arguments["restart_delay_s"],
-        interference=arguments["interference"],
-        whole_seconds=arguments["whole_seconds"],
-        react=arguments["react"],
-        failures=_node_failures(arguments, len(machines.gpus)),
-    )
+    power, delay_s, mixed = arguments["power"], arguments["restart_delay_s"], len(machines.type_names) > 1
+    makers = policies(arguments["policy"], power, delay_s, arguments["seed"], mixed=mixed)
+    playing = {name: arguments[name] for name in ("interval_s", "interference", "whole_seconds", "react")}
+    failures = _node_failures(arguments, len(machines.gpus))
+    options = Options(restart_delay_s=delay_s, failures=failures, **playing)
     prices = _prices(arguments["prices"], machines)
-    setup = Setup(
-        cluster=cluster, traces=folders, options=options, models=models, prices=prices, power=arguments["power"]
-    )
+    setup = Setup(cluster=cluster, traces=folders, options=options, models=models, prices=prices, power=power)
     return setup, machines, makers
 
 
 _DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(simulate).parameters.items()}
-
-
-def _policy_makers(
-    machines: ClusterSpec, names: str | Sequence[str], power: float, delay_s: float, seed: int
-) -> Mapping[str, Callable[[], SchedulingPolicy]]:
-    """Return, by name of a policy, a function that makes it anew for each replay.
-
-    Args:
-        machines: the cluster.
-        names: the policies' names, as a list or with commas; ``all``: every policy that can use the cluster's types of GPU.
-        power: the exponent p of Pollux's fitness function.
-        delay_s: seconds of a job's restart.
-        seed: the seed of policies that draw random numbers.
-    """
-    text = names if isinstance(names, str) else ",".join(names)
-    return policies(text, power, delay_s, seed, mixed=len(machines.type_names) > 1)
 
 
 def _folders(traces: Folders | None) -> list[Path]:

@@ -405,8 +405,7 @@ def to_yaml(artifact: Artifact) -> str:
     import yaml  # most commands write JSON alone
 
     document = artifact.model_dump(mode="json", exclude_defaults=True)
-    kind = type(artifact).model_fields["kind"].default
-    return str(yaml.safe_dump({"kind": kind, **document}, sort_keys=False, allow_unicode=True))
+    return str(yaml.safe_dump({"kind": kind_of(type(artifact)), **document}, sort_keys=False, allow_unicode=True))
 
 
 def save(artifact: BaseModel | dict[str, Any], path: str | Path) -> None:
@@ -570,14 +569,11 @@ def make_folder(path: Path) -> None:
         raise InputError(str(path), f"cannot be made ({error.strerror})", "give a folder in a writable place") from None
 
 
-def check_outputs(
-    inputs: Iterable[str | Path | None], outputs: Mapping[str, str | Path | None], remedy: str = "give another file"
-) -> None:
+def check_outputs(inputs: Iterable[str | Path | None], outputs: Mapping[str, str | Path | None]) -> None:
     """Raise InputError if an output is also an input, is written by two options, or cannot be written.
 
     ``outputs``: the path by option. None and ``-`` (the standard streams) are not checked. Paths are the same if they
-    are the same file, whatever their spelling or links; pipes and devices may be used twice. ``remedy``: the end of the
-    error's line.
+    are the same file, whatever their spelling or links; pipes and devices may be used twice.
     """
     input_paths = [Path(path) for path in inputs if path is not None and str(path) != "-"]
     path_by_option: dict[str, Path] = {}
@@ -587,13 +583,13 @@ def check_outputs(
         path = Path(output)
         quoted = shortened(str(path), _LONGEST_NAME)
         if any(_is_same_file(path, path_before) for path_before in input_paths):
-            raise InputError(option, f"{quoted} is one of the inputs", remedy)
+            raise InputError(option, f"{quoted} is one of the inputs", "give another file")
         # Two options that write one file: the later would overwrite the earlier.
         earlier_option = next(
             (name for name, path_before in path_by_option.items() if _is_same_file(path, path_before)), None
         )
         if earlier_option is not None:
-            raise InputError(option, f"{quoted} is written by {earlier_option} too", remedy)
+            raise InputError(option, f"{quoted} is written by {earlier_option} too", "give another file")
         check_writable(path)
         path_by_option[option] = path
 

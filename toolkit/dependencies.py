@@ -152,14 +152,10 @@ def find_dependencies(graph: Graph) -> Dependencies:
     order = graph.topological_order().tolist()
     needed = collected(inputs, order, recvs.tolist())  # by op, the recvs that it needs, as bits
     group_by_set: dict[int, int] = {}
-    group = []
-    for bits, kind in zip(needed, graph.kind.tolist(), strict=True):
-        if not bits or kind == RECV:
-            group.append(-1)
-            continue
-        if bits not in group_by_set:
-            group_by_set[bits] = len(group_by_set)
-        group.append(group_by_set[bits])
+    group = [
+        -1 if not bits or kind == RECV else group_by_set.setdefault(bits, len(group_by_set))  # a new set, a new number
+        for bits, kind in zip(needed, graph.kind.tolist(), strict=True)
+    ]
     return Dependencies(
         inputs=inputs, order=order, recvs=recvs, sets=tuple(group_by_set), group=np.array(group, dtype=np.intp)
     )

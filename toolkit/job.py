@@ -235,12 +235,9 @@ class Job(Artifact):
         offer_by_identity: dict[tuple[str, str], DeviceOffer] = {}
         for offer in offers:
             identity = name_key(offer.type), offer.model_dump_json(exclude={"type", "count"})
-            earlier_offer = offer_by_identity.get(identity)
-            offer_by_identity[identity] = (
-                offer
-                if earlier_offer is None
-                else earlier_offer.model_copy(update={"count": earlier_offer.count + offer.count})
-            )
+            if (earlier_offer := offer_by_identity.get(identity)) is not None:
+                offer = earlier_offer.model_copy(update={"count": earlier_offer.count + offer.count})
+            offer_by_identity[identity] = offer
         names = [name_key(offer.type) for offer in offer_by_identity.values()]
         for offer in offer_by_identity.values():
             if names.count(name_key(offer.type)) > 1:

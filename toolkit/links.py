@@ -81,14 +81,10 @@ def kind_of(text: str) -> Kind | None:
     return name if name in DATASHEET else None  # type: ignore[return-value]  # the keys of DATASHEET are kinds
 
 
-def datasheet_link(kind: Kind, bytes_per_s: float, latency_s: float = 0.0) -> Link:
-    """Return the link with a datasheet's rate (bytes per second, one way), reduced to the share that a ring reaches.
-
-    ``latency_s``: of one message; 0: the kind's own.
-    """
+def datasheet_link(kind: Kind, bytes_per_s: float) -> Link:
+    """Return the link with a datasheet's rate (bytes per second, one way), reduced to the share that a ring reaches."""
     peers = INFINITY_PEERS if kind == "infinity" else 0
-    rate = bytes_per_s * REACHED.get(kind, _PCIE_REACHED)
-    return Link(kind=kind, bytes_per_s=rate, latency_s=latency_s, peers=peers)
+    return Link(kind=kind, bytes_per_s=bytes_per_s * REACHED.get(kind, _PCIE_REACHED), peers=peers)
 
 
 def parse_link(text: str, where: str = "--link") -> Link:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterable
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -248,13 +248,17 @@ class BatchSplit(Record):
     efficiency: NonNegative | None = Field(default=None, description="what a sample of that batch counts")
 
 
-def _demand_total(choice: ScalingRow | GoodputChoice) -> None:
-    """Raise ValueError unless replicas x local batch x passes is the total batch, and each node has a replica."""
+BatchChoice = TypeVar("BatchChoice", "ScalingRow", "GoodputChoice")
+
+
+def _demand_total(choice: BatchChoice) -> BatchChoice:
+    """Return the choice. Raises ValueError unless replicas x local batch x passes is its total, and each node has a replica."""
     # A step has its accumulation steps and the pass that synchronises.
     total = choice.num_replicas * choice.local_batch_size * (choice.accumulation_steps + 1)
     _demand_equal("total_batch_size", choice.total_batch_size, total, "the passes of all replicas make")
     if choice.num_nodes > choice.num_replicas:
         raise ValueError(f"num_nodes is {choice.num_nodes}, more than num_replicas, {choice.num_replicas}")
+    return choice
 
 
 class ScalingRow(Record):
@@ -268,11 +272,7 @@ class ScalingRow(Record):
     goodput_per_s: NonNegative
     speedup: NonNegative
 
-    @model_validator(mode="after")
-    def _check_sums(self) -> Self:
-        """Refuse a total batch that is not the replicas' passes times their batch, and more nodes than replicas."""
-        _demand_total(self)
-        return self
+    _check_sums = model_validator(mode="after")(_demand_total)
 
 
 class ElasticSetting(Record):
@@ -308,11 +308,7 @@ class GoodputChoice(Record):
     scaling: list[ScalingRow] = Field(description="numbers of devices that no smaller number equals")
     elastic: list[ElasticSetting] = Field(description="the chosen total batch on every number of devices")
 
-    @model_validator(mode="after")
-    def _check_sums(self) -> Self:
-        """Refuse a total batch that is not the replicas' passes times their batch, and more nodes than replicas."""
-        _demand_total(self)
-        return self
+    _check_sums = model_validator(mode="after")(_demand_total)
 
 
 class NetworkCost(Record):

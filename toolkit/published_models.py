@@ -81,14 +81,10 @@ def _models_by_lower_name() -> dict[str, PublishedModel]:
     names = {
         name: alike[0]
         for name, alike in bare.items()
-        if _share_entry(alike) and (name not in types or not alike[0].fields)
+        if len({model.same_as or model.name for model in alike}) == 1  # they share one entry of the table
+        and (name not in types or not alike[0].fields)
     }
     return names | {model.name.lower(): model for model in models}
-
-
-def _share_entry(models: list[PublishedModel]) -> bool:
-    """Return whether all these models share one entry of the table, and so one configuration."""
-    return len({model.same_as or model.name for model in models}) == 1
 
 
 def find_model(name: str, library: Library = "transformers") -> PublishedModel | None:

@@ -6,7 +6,7 @@ Each start of a job appends its rows to the file, with a ``run`` of their own; :
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
@@ -207,9 +207,7 @@ class SummaryRow(SyncEvent):
 
 
 SyncRow = StepRow | BarrierRow | LeftRow | JoinedRow | SummaryRow
-EVENTS: dict[str, type[SyncEvent]] = {
-    **{"step": StepRow, "barrier": BarrierRow, "left": LeftRow, "joined": JoinedRow, "summary": SummaryRow}
-}
+EVENTS: dict[str, type[SyncEvent]] = {row.model_fields["event"].default: row for row in get_args(SyncRow)}
 """The record of a server's row by its ``event``."""
 
 # The first steps after a start allocate, compile and fill caches; they are slower than the later ones.

@@ -16,6 +16,7 @@ _PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2.0**10, "mi"
 _TIME = {"ns": "1e-9", "us": "1e-6", "µs": "1e-6", "ms": "1e-3", "s": "1", "m": "60", "min": "60", "h": "3600"}
 # Limits of bytes (per second), of seconds (ten thousand years) and of a latency: sums of such numbers stay finite.
 _FASTEST, _LONGEST_S, _LONGEST_LATENCY_S = 1e18, 3.2e11, 3600.0
+_SHOWN_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _NUMBER = r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*"
 
 
@@ -115,7 +116,7 @@ def show_seconds(seconds: float | None) -> str:
     rounded = float(f"{seconds:.3g}")  # the unit is that of the rounded value, so that 999.6 us are 1 ms
     if abs(rounded) >= 1000:
         return f"{seconds:,.0f} s" if abs(seconds) < 1e12 else f"{rounded:g} s"  # a row of 13 digits is unreadable
-    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")):
+    for unit, scale in _SHOWN_UNITS.items():
         if abs(rounded) >= scale:
             return f"{rounded / scale:.3g} {unit}"
     return "0 s" if seconds == 0 else f"{seconds:.2e} s"
@@ -150,12 +151,8 @@ def show_span(low_s: float, high_s: float) -> str:
     ('5.83..21 ms', '0.5..75 s', '20 us..2 ms')
     """
     low, high = show_seconds(low_s), show_seconds(high_s)
-    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")):
-        if high.endswith(f" {unit}") and low_s >= 0.1 * scale:
-            return f"{low_s / scale:.3g}..{high}"
-        if high.endswith(f" {unit}"):
-            break
-    return f"{low}..{high}"
+    scale = _SHOWN_UNITS.get(high.rpartition(" ")[2], math.nan)  # "inf" has no unit; nothing is at least nan
+    return f"{low_s / scale:.3g}..{high}" if low_s >= 0.1 * scale else f"{low}..{high}"
 
 
 def show_rate(per_s: float) -> str:

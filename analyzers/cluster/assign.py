@@ -34,16 +34,6 @@ _RELATIVE_GAP, _MOST_TREE_NODES = 1e-4, 2000
 _INTEGRAL = 1e-6
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TypeAssignment:
-    """Job j gets ``counts[j]`` GPUs (0: none) of type ``types[j]``; ``bound``: no assignment has a lower ``cost``."""
-
-    types: tuple[int, ...]
-    counts: tuple[int, ...]
-    cost: float
-    bound: float
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Options:
     """All ``o`` options of n jobs, job after job: arrays (o,) of job, type (``kind``), count and cost.
@@ -58,20 +48,19 @@ class _Options:
     first: Ints
 
 
-def assign(costs: Sequence[Sequence[Floats]], capacity: Sequence[int], *, exact: bool = True) -> TypeAssignment:
-    """Return a GPU type and a count for each job, of small total cost and within the GPUs of every type.
+def assign(costs: Sequence[Sequence[Floats]], capacity: Sequence[int]) -> list[tuple[int, int]]:
+    """Return (GPU type t, count k; 0: none) for each job, of small total cost and within the GPUs of every type.
 
     ``costs[j][t][k]``: cost of job j on k GPUs of type t, inf where not allowed; ``costs[j][t][0]`` is the cost of no GPUs,
-    finite and the same for every type. ``capacity[t]``: GPUs of type t. ``exact``: whether to solve the integer program
-    (HiGHS, relative gap 1e-4; over the hulls if there are more than 500 options), as far as it has at most 20,000 binaries;
-    else the relaxation.
+    finite and the same for every type. ``capacity[t]``: GPUs of type t. The integer program is solved (HiGHS, relative gap
+    1e-4; over the hulls if there are more than 500 options), as far as it has at most 20,000 binaries; else the relaxation.
     """
     if not costs:
-        return TypeAssignment(types=(), counts=(), cost=0.0, bound=0.0)
+        return []
     # More GPUs than there are of a type are no option.
     costs = [[table[: most + 1] for table, most in zip(tables, capacity, strict=True)] for tables in costs]
-    options = _options(costs, _falling_counts) if exact else None
-    if options is None or len(options.job) > _FEW_OPTIONS:
+    options = _options(costs, _falling_counts)
+    if len(options.job) > _FEW_OPTIONS:
         options = _options(costs, _hull_counts)
     gpus_by_type = np.asarray(capacity, dtype=np.float64)
     least_costs = np.minimum.reduceat(options.cost, options.first)
@@ -79,17 +68,10 @@ def assign(costs: Sequence[Sequence[Floats]], capacity: Sequence[int], *, exact:
     cheapest = np.flatnonzero(options.cost <= least_costs[options.job])
     _, first_of_job = np.unique(options.job[cheapest], return_index=True)
     chosen = cheapest[first_of_job]
-    bound = float(least_costs.sum())
     gpus_used = np.bincount(options.kind[chosen], options.count[chosen], len(gpus_by_type))
     if np.any(gpus_used > gpus_by_type):
-        chosen, bound = _solve(options, gpus_by_type, exact and len(options.job) <= _MOST_BINARIES)
-    total = float(options.cost[chosen].sum())
-    return TypeAssignment(
-        types=tuple(options.kind[chosen].tolist()),
-        counts=tuple(options.count[chosen].tolist()),
-        cost=total,
-        bound=min(bound, total),
-    )
+        chosen = _solve(options, gpus_by_type, len(options.job) <= _MOST_BINARIES)
+    return list(zip(options.kind[chosen].tolist(), options.count[chosen].tolist(), strict=True))
 
 
 def _options(costs: Sequence[Sequence[Floats]], select_counts: Callable[[Floats], list[int]]) -> _Options:
@@ -143,12 +125,12 @@ def _hull_counts(cost: Floats) -> list[int]:
     return corners[1:]
 
 
-def _solve(options: _Options, gpus_by_type: Floats, exact: bool) -> tuple[Ints, float]:
-    """Return the index of each job's chosen option, (n,), by HiGHS, and a lower bound on the total cost of any choice.
+def _solve(options: _Options, gpus_by_type: Floats, exact: bool) -> Ints:
+    """Return the index of each job's chosen option, (n,), by HiGHS.
 
     ``exact``: whether to solve the integer program or its relaxation. In the latter, a job that is split between two counts of
     a type gets the smaller one, and a job that is split between types gets no GPUs, so that the choice fits. ``gpus_by_type``
-    (t,): number of GPUs of each type. Where HiGHS finds nothing, no job gets GPUs, and the bound is -inf.
+    (t,): number of GPUs of each type. Where HiGHS finds nothing, no job gets GPUs.
     """
     option_count, job_count = len(options.job), len(options.first)
     columns = np.arange(option_count)
@@ -166,7 +148,7 @@ def _solve(options: _Options, gpus_by_type: Floats, exact: bool) -> tuple[Ints, 
             options={"mip_rel_gap": _RELATIVE_GAP, "node_limit": _MOST_TREE_NODES},
         )
     if solution.x is None:
-        return options.first, -np.inf
+        return options.first
     # In the relaxation a job split between two counts uses at least the smaller one, so rounding down fits.
     chosen = options.first.copy()
     integral = np.flatnonzero(solution.x > 1 - _INTEGRAL)
@@ -175,14 +157,11 @@ def _solve(options: _Options, gpus_by_type: Floats, exact: bool) -> tuple[Ints, 
         shares_of_job = np.flatnonzero((options.job == job) & (solution.x > _INTEGRAL))
         if len(set(options.kind[shares_of_job].tolist())) == 1:
             chosen[job] = shares_of_job[0]
-    bound = solution.mip_dual_bound if exact and solution.mip_dual_bound is not None else solution.fun
-    return chosen, float(bound) * cost_range
+    return chosen
 
 
 # Most replicas of a job; the published simulator's number.
 MOST_REPLICAS = 64
-PlacedJobs = list[tuple[int, Allocation]]
-"""[(index in the list of choices, allocation)] of the jobs that got GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -251,32 +230,33 @@ def cost_tables(by_type: Mapping[str, JobCosts], names: Sequence[str]) -> list[F
 
 
 def place_on_type(
-    choices: Sequence[JobCosts],
+    choices: Mapping[int, JobCosts],
     cluster: ClusterSpec,
     gpu_type: str,
     *,
     counts: Sequence[int] | None = None,
     effort: int = 0,
     seed: int = 0,
-) -> PlacedJobs:
-    """Return the allocations of jobs on the nodes of one type, for the jobs that get GPUs there.
+) -> dict[int, Allocation]:
+    """Return job index -> allocation on the nodes of one type, for the jobs that get GPUs there.
 
-    ``choices``: the jobs' costs, with ``base`` in the cluster's node numbers. ``counts`` (n,): about the number of GPUs of each
-    job, which must fit in sum; None: counts of small total cost, by :func:`search` with ``effort`` and ``seed``.
+    ``choices``: job index -> costs, with ``base`` in the cluster's node numbers. ``counts`` (n,): about the number of GPUs of
+    each job, which must fit in sum; None: counts of small total cost, by :func:`search` with ``effort`` and ``seed``.
     """
     nodes = cluster.nodes_of(gpu_type)
     gpus = [cluster.gpus[node] for node in nodes]
     local_index = {node: index for index, node in enumerate(nodes)}
     # The search numbers the nodes of this type from 0.
     local_choices = [
-        replace(choice, base=tuple((local_index[node], count) for node, count in choice.base)) for choice in choices
+        replace(choice, base=tuple((local_index[node], count) for node, count in choice.base))
+        for choice in choices.values()
     ]
     if counts is None:
         allocations = search(local_choices, gpus, effort=effort, seed=seed).allocations
     else:
         allocations = pack(local_choices, gpus, counts)
-    return [
-        (index, tuple((nodes[node], count) for node, count in allocation))
-        for index, allocation in enumerate(allocations)
+    return {
+        job: tuple((nodes[node], count) for node, count in allocation)
+        for job, allocation in zip(choices, allocations, strict=True)
         if allocation
-    ]
+    }

@@ -26,7 +26,6 @@ UPPER, LOWER = 2 / 3, 1 / 2
 """Pollux's U and L."""
 FIXED = (1, 4, 16)
 """Numbers of nodes of the fixed clusters that scalers are compared with."""
-_MOST_NODES = 1024
 
 
 class NodeSpeeds:
@@ -37,8 +36,6 @@ class NodeSpeeds:
 
     def __init__(self, application: Application, gpus: int, most: int) -> None:
         """Take an application on nodes of ``gpus`` GPUs each; ``most`` is capped at the nodes that its replicas can fill."""
-        if gpus < 1 or not 1 <= most <= _MOST_NODES:
-            raise InputError("nodes", f"are {most} of {gpus} GPUs", f"1 to {_MOST_NODES} of 1 GPU or more")
         where = f"application {application.name}"
         if not application.runs_on(ANY_TYPE):
             raise InputError(where, "was not measured on any", f"measured on {', '.join(application.times)}")

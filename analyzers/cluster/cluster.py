@@ -198,7 +198,7 @@ class NodeFailures(Failures):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Raise InputError for times out of range, and for events with a negative time or node or an unknown kind."""
+        """Raise InputError for a value out of range; events are checked where their file is read."""
         Failures.__post_init__(self)  # super() does not know a dataclass with slots
         if not self.repair_s:
             raise InputError("repair", "is 0 s", "above 0 and at most 604800 seconds (a week)")
@@ -206,16 +206,6 @@ class NodeFailures(Failures):
             raise InputError("checkpoint interval", "is missing", "checkpoints that take no time have no best one")
         if self.seed < 0:
             raise InputError("failure seed", f"is {self.seed}", "a whole number >= 0")
-        for event in self.events:
-            if not (math.isfinite(event.time_s) and event.time_s >= 0 and event.node >= 0 and event.kind in KINDS):
-                raise InputError("node event", f"is {event}", f"a time >= 0, a node >= 0 and one of {', '.join(KINDS)}")
-
-    def check(self, cluster: ClusterSpec) -> None:
-        """Raise InputError for an event on a node that the cluster does not have."""
-        for event in self.events:
-            if event.node >= len(cluster.gpus):
-                where = f"at {event.time_s:g} s is on node {event.node}"
-                raise InputError("node event", where, f"nodes are 0 to {len(cluster.gpus) - 1}")
 
 
 class NodeStates:
@@ -226,7 +216,6 @@ class NodeStates:
 
     def __init__(self, failures: NodeFailures, cluster: ClusterSpec) -> None:
         """Sort the given events, and draw the first failure of every node from that node's own stream."""
-        failures.check(cluster)
         self.failures = failures
         self.down_until: dict[int, float] = {}
         """Node under repair -> second at which it is repaired."""

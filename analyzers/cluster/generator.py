@@ -54,6 +54,10 @@ POLLUX: tuple[Template, ...] = (
 )
 
 
+PUBLISHED_CLASSES: Mapping[str, str] = {template.application: template.size for template in POLLUX}
+"""Size class of each application of Pollux's Table 1."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pattern:
     """The number of jobs, the hours over which they arrive, and the pattern of arrivals (:data:`PATTERNS`).
@@ -147,7 +151,6 @@ def templates(applications: Mapping[str, Application], cluster: ClusterSpec) -> 
     out. A class's share is divided evenly among its applications. Classes without one leave theirs out, so that shares may sum
     to less than 1; draws scale them to 1.
     """
-    published = {template.application: template.size for template in POLLUX}
     sized = []
     for name, application in applications.items():
         # The first type of the cluster that it was measured on.
@@ -155,7 +158,7 @@ def templates(applications: Mapping[str, Application], cluster: ClusterSpec) -> 
         if gpu_type is None:
             continue
         alone_s, requests = _requests(application, cluster, gpu_type)
-        sized.append((name, published.get(name) or size_class(alone_s / 3600.0), requests))
+        sized.append((name, PUBLISHED_CLASSES.get(name) or size_class(alone_s / 3600.0), requests))
     sizes = [size for _, size, _ in sized]
     return tuple(
         Template(name, size, CLASS_SHARES[size] / sizes.count(size), requests) for name, size, requests in sized

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ddltool.analyzers.cluster.cluster import ClusterSpec, packed
-from ddltool.analyzers.cluster.generator import POLLUX, SIZE_CLASSES, size_class
+from ddltool.analyzers.cluster.generator import PUBLISHED_CLASSES, SIZE_CLASSES, size_class
 from ddltool.analyzers.cluster.job import JobTally
 from ddltool.analyzers.cluster.simulator import SimulationResult
 from ddltool.analyzers.cluster.truth import Application
@@ -95,8 +95,7 @@ def class_of(name: str, isolated: IsolatedTimes) -> str:
 
     Source: Pollux, section 5.1 and Table 1.
     """
-    published = next((template.size for template in POLLUX if template.application == name), None)
-    return published or size_class(isolated(name, 1) / 3600.0)
+    return PUBLISHED_CLASSES.get(name) or size_class(isolated(name, 1) / 3600.0)
 
 
 def check_prices(prices: Mapping[str, float], cluster: ClusterSpec, where: str = "price") -> None:
@@ -198,11 +197,12 @@ def _fairness(result: SimulationResult, isolated: IsolatedTimes, restart_delay_s
 _MOST_CHANGES = 500  # of the GPUs in use; a chart cannot show more
 
 
-def _usage(result: SimulationResult, most: int = _MOST_CHANGES) -> UsageRecord:
-    """Return the record of GPUs in use over time; of more than ``most`` changes, ``most`` evenly spaced ones."""
+def _usage(result: SimulationResult) -> UsageRecord:
+    """Return the record of GPUs in use over time; of more than 500 changes, 500 evenly spaced ones."""
     changes = result.usage
-    if len(changes) > most:
-        changes = tuple(changes[round(index * (len(changes) - 1) / (most - 1))] for index in range(most))
+    if len(changes) > _MOST_CHANGES:
+        last = len(changes) - 1
+        changes = tuple(changes[round(index * last / (_MOST_CHANGES - 1))] for index in range(_MOST_CHANGES))
     return UsageRecord(**{name: [getattr(row, name) for row in changes] for name in UsageRecord.model_fields})
 
 

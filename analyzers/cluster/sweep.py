@@ -433,18 +433,17 @@ def sole_writer(output: Path | None) -> Iterator[None]:
 
 MEASURES = ("avg_jct_s", "p99_jct_s", "worst_fairness", "makespan_s", "gpu_seconds", "cost")
 """Figures that are compared, all of which should be low; the cost only where every replay has one above 0."""
+_CONFIDENCE = 0.95  # of the intervals of their ratios
 
 
-def compare(cells: Sequence[SweepCell], first: str, second: str, *, confidence: float = 0.95) -> PolicyComparison:
+def compare(cells: Sequence[SweepCell], first: str, second: str) -> PolicyComparison:
     """Return the ratios of the first policy's figures to the second's, on the workloads and seeds that both have replayed.
 
-    ``confidence``: of the intervals, between 0 and 1. Raises InputError without a common workload and seed, for a policy
-    compared with itself, and for figures that are not above 0.
+    Raises InputError without a common workload and seed, for a policy compared with itself, and for figures that are not
+    above 0.
     """
     if first == second:
         raise InputError("--compare", f"names {first!r} twice", "name two policies, such as ours,pollux")
-    if not 0 < confidence < 1:
-        raise InputError("confidence", f"is {confidence}", "between 0 and 1, such as 0.95")
     figures_by_policy = {
         name: {(cell.workload, cell.seed): cell.figures for cell in cells if cell.policy == name and cell.figures}
         for name in (first, second)
@@ -467,10 +466,10 @@ def compare(cells: Sequence[SweepCell], first: str, second: str, *, confidence: 
             ratio = _log(first_figures, measure, workload, seed) - _log(second_figures, measure, workload, seed)
             ratios_by_unit.setdefault(workload if several else seed, []).append(ratio)
         comparisons.append(
-            _interval(measure, np.array([np.mean(unit_ratios) for unit_ratios in ratios_by_unit.values()]), confidence)
+            _interval(measure, np.array([np.mean(unit_ratios) for unit_ratios in ratios_by_unit.values()]))
         )
     unit: Literal["workload", "seed"] = "workload" if several else "seed"
-    return PolicyComparison(first=first, second=second, unit=unit, confidence=confidence, comparisons=comparisons)
+    return PolicyComparison(first=first, second=second, unit=unit, confidence=_CONFIDENCE, comparisons=comparisons)
 
 
 def _log(figures: SweepFigures, measure: str, workload: str, seed: int) -> float:
@@ -481,10 +480,10 @@ def _log(figures: SweepFigures, measure: str, workload: str, seed: int) -> float
     return math.log(value)
 
 
-def _interval(measure: str, log_ratios: Floats, confidence: float) -> ComparedMeasure:
+def _interval(measure: str, log_ratios: Floats) -> ComparedMeasure:
     """Return the mean ratio of one measure and its interval, from log ratios (n,), one per workload or seed.
 
-    The interval is Student's t at ``confidence``; there is none for a single ratio, or where all are equal.
+    The interval is Student's t; there is none for a single ratio, or where all are equal.
     """
     count = len(log_ratios)
     mean_log = float(log_ratios.mean())
@@ -492,7 +491,7 @@ def _interval(measure: str, log_ratios: Floats, confidence: float) -> ComparedMe
     high: float | None = None
     # Ratios that agree to the last digits are one replay repeated (no draw depended on the seed), not more evidence.
     if count > 1 and float(np.ptp(log_ratios)) > 1e-12:
-        half_width = float(stdtrit(count - 1, 0.5 + confidence / 2)) * float(log_ratios.std(ddof=1)) / math.sqrt(count)
+        half_width = float(stdtrit(count - 1, 0.5 + _CONFIDENCE / 2)) * float(log_ratios.std(ddof=1)) / math.sqrt(count)
         # clipped to the range of floats
         low = math.exp(max(mean_log - half_width, -700.0))
         high = math.exp(min(mean_log + half_width, 700.0))

@@ -131,13 +131,8 @@ class MeasuredTimes:
         try:
             return LinearNDInterpolator(points, times), curves
         except (QhullError, ValueError):
-            # Rows too few or too flat for a volume: nothing lies inside it, so the nearest configuration is always used.
-            return _no_interpolation, curves
-
-
-def _no_interpolation(point: Any) -> Floats:
-    """Return (1, 2) NaN, as the interpolator does for a point outside of the measured ones."""
-    return np.full((1, 2), np.nan)
+            # Rows too few or too flat for a volume: no point lies inside it (NaN), so the nearest configuration is always used.
+            return lambda point: np.full((1, 2), np.nan), curves
 
 
 def _curves(keys: Sequence[Placement], batch: Floats, times: Floats) -> dict[Placement, Curve]:

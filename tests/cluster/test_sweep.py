@@ -396,5 +396,3 @@ def test_refuses_what_cannot_be_compared() -> None:
     for pair, words in ((("a", "a"), "twice"), (("a", "c"), "in common")):
         with pytest.raises(InputError, match=words):
             compare(made, *pair)
-    with pytest.raises(InputError, match="confidence"):
-        compare(made, "a", "b", confidence=1.0)

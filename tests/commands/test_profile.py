@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from ddltool.analyzers.step.measured.worker_tables import read_speeds
-from ddltool.commands.profile import watch_workers
+from ddltool.commands.profile import profile_watch
 from ddltool.errors import InputError
 from ddltool.profiles import read_profile, write_profile
 from ddltool.runtime.measuring.profiling import RESOLVER
@@ -245,8 +245,7 @@ def test_figures_follow_from_the_rows() -> None:
 
 def test_real_processes_give_a_trace_for_balance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "trace.csv"
-    request = WatchRequest(source="zoo:cifarnet", resolver=RESOLVER, batch=2, workers=2, iterations=12)
-    watch_workers(request, output, False)
+    profile_watch("zoo:cifarnet", iterations=12, batch_size=2, replicas=2, output=output)
     shown = capsys.readouterr().out
     assert "12 iterations with 2 samples per worker, measured" in shown
     assert max(map(len, shown.splitlines())) <= 80 + len(str(output)) * 2

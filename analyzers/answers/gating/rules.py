@@ -20,7 +20,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ddltool.analyzers.answers.gating.metrics import KINDS, Metric
@@ -168,8 +168,3 @@ def check_unit(rule: Rule, metric: Metric, where: str) -> None:
 def default_rules(kind: str) -> list[Rule]:
     """Return the default rules of a kind of artifact (such as ``ddltool.plan``), all optional."""
     return [parse_rule(text, "default rules", optional=True) for text in KINDS[kind]["rules"]]
-
-
-def parse_rules(texts: Iterable[str], where: str) -> list[Rule]:
-    """Return the rules in several texts (:func:`parse_rule`). ``where``: their source, for errors."""
-    return [parse_rule(text, where) for text in texts]

@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field, PrivateAttr
 
 from ddltool.analyzers.answers.gating.metrics import KINDS, Figures, Metric, combine, extract, show
 from ddltool.analyzers.answers.gating.noise import FEWEST_REPEATS, Cell, enough_repeats, geometric_mean, past_limit
-from ddltool.analyzers.answers.gating.rules import Rule, check_unit, default_rules, parse_rules, select
+from ddltool.analyzers.answers.gating.rules import Rule, check_unit, default_rules, parse_rule, select
 from ddltool.artifact_files import checked_document, is_table, profile_document, read_artifact
 from ddltool.artifacts import Record, parse_record, read_text, read_toml, save, write_text
 from ddltool.errors import InputError, did_you_mean
@@ -313,9 +313,10 @@ def rules_for(kind: str, given: Sequence[str], config: GateConfig | None) -> tup
     """Return (rules, their source): of the ``given`` texts, else of the configuration, else the defaults of the ``kind``."""
     short = kind.removeprefix("ddltool.")
     if given:
-        return parse_rules(given, "--rule"), "--rule"
+        return [parse_rule(text) for text in given], "--rule"
     if config is not None and short in config.rules:
-        return parse_rules(config.rules[short], f"{config.where}:gate.rules.{short}"), config.where
+        where = f"{config.where}:gate.rules.{short}"
+        return [parse_rule(text, where) for text in config.rules[short]], config.where
     return default_rules(kind), f"defaults for {short}"
 
 

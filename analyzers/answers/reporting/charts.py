@@ -248,10 +248,7 @@ def _colour_positions(names: Sequence[str], family: str, slots: Slots) -> list[i
     if not family:
         return list(range(len(names)))
     position_by_name = slots.setdefault(family, {})
-    for name in names:
-        if name not in position_by_name:
-            position_by_name[name] = len(position_by_name)
-    return [position_by_name[name] for name in names]
+    return [position_by_name.setdefault(name, len(position_by_name)) for name in names]
 
 
 def _legend(names: Sequence[str], **options: Any) -> alt.Legend | None:

@@ -228,13 +228,11 @@ def balance_section(result: BalanceResult, name: str) -> Section:
     )
 
     def predictor_column(field: str, form: str, at_best: str) -> Column[SplitTime]:
-        """Return the column of a predictor's ``field`` in the format ``form``; ``at_best``: the cell for the true speeds."""
+        """Return the column of a predictor's ``field`` in the format ``form``; ``at_best``: the cell for the true speeds.
 
-        def cell_text(split: SplitTime) -> str | None:
-            """Return the cell of one way to size batches; "-" for equal batches, which have no such field."""
-            return at_best if split is result.oracle else cell(getattr(split, field, None), form=form)
-
-        return cell_text
+        Equal batches, which have no such field, get "-".
+        """
+        return lambda split: at_best if split is result.oracle else cell(getattr(split, field, None), form=form)
 
     columns: dict[str, Column[SplitTime]] = {
         "RMSE": predictor_column("rmse", ",.4g", "0"),

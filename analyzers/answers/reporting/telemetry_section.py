@@ -244,8 +244,6 @@ def _waiting_picture(steps: Sequence[Mapping[str, Any]]) -> Picture:
 
     ``steps``: the server's rows of steps, at least one.
     """
-    import pandas as pd
-
     # Columns of the table: (field of a step's row, how a worker's rows are summed up).
     figures = {"steps": ("step", "size"), "waited_s": ("wait_s", "sum"), "median_s": ("wait_s", "median")}
     figures |= {"staleness": ("staleness", "mean"), "most": ("staleness", "max"), "gap": ("gap", "max")}

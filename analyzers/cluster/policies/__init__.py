@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -39,16 +39,17 @@ POLICIES: Mapping[str, Callable[..., Any]] = _found()
 
 
 def policies(
-    names: str, power: float = -1.0, delay_s: float = 30.0, seed: int = 0, *, mixed: bool = False
+    names: str | Sequence[str], power: float = -1.0, delay_s: float = 30.0, seed: int = 0, *, mixed: bool = False
 ) -> dict[str, Callable[[], SchedulingPolicy]]:
-    """Return name -> constructor without parameters, for the policies in a comma-separated list, in its order.
+    """Return name -> constructor without parameters, for the policies in a list, or in a text with commas, in its order.
 
     ``names`` may be "all": then, on a ``mixed`` cluster, policies that support only one GPU type are left out. ``power`` (of
     Pollux's fitness), ``delay_s`` (seconds of a restart) and ``seed`` go to the constructors that take them. Raises InputError
     for unknown names, and for a power out of range.
     """
+    text = names if isinstance(names, str) else ",".join(names)
     usable_names = [name for name, policy in POLICIES.items() if not mixed or getattr(policy, "mixed", True)]
-    chosen_names = usable_names if names == "all" else [name.strip() for name in names.split(",") if name.strip()]
+    chosen_names = usable_names if text == "all" else [name.strip() for name in text.split(",") if name.strip()]
     settings = {"power": power, "delay_s": delay_s, "seed": seed}
     makers: dict[str, Callable[[], SchedulingPolicy]] = {}
     for name in chosen_names:
@@ -58,5 +59,5 @@ def policies(
         makers[name] = partial(POLICIES[name], **{key: value for key, value in settings.items() if key in parameters})
         makers[name]()  # raises InputError for bad settings now, and not in the middle of a sweep
     if not makers:
-        raise InputError("--policy", "names no policy", did_you_mean(names, POLICIES))
+        raise InputError("--policy", "names no policy", did_you_mean(text, POLICIES))
     return makers

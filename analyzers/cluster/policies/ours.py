@@ -35,8 +35,8 @@ from ddltool.analyzers.cluster.search import JobCosts
 _LEAST_S = 60.0
 # Most (job, node) pairs for local search; with more it would take longer than a round.
 _MOST_IMPROVED_PAIRS = 20_000
-# The module's p; the least h in seconds; the effort of the local search.
-_POWER, _HOLD_S, _EFFORT = 0.25, 120.0, 100
+# The module's p, q and power of the expected completion time; the least h in seconds; the effort of the local search.
+_POWER, _RANK_POWER, _LATENESS, _HOLD_S, _EFFORT = 0.25, 0.8, 0.75, 120.0, 100
 # Least speedups in divisors, instead of 0.
 _LEAST_SPEEDUP, _LEAST_BELIEVED_SPEEDUP = 1e-9, 1e-3
 
@@ -47,21 +47,8 @@ class Ours:
     name = "ours"
     tuning = Tuning.ADAPTIVE
 
-    def __init__(
-        self,
-        *,
-        rank_power: float = 0.8,
-        lateness: float = 0.75,
-        delay_s: float = 30.0,
-        pools: bool = True,
-        seed: int = 0,
-    ) -> None:
-        """Set q (``rank_power``), the power of the expected completion time (``lateness``) and the seconds of a restart.
-
-        ``pools``: whether jobs of an application share their observations; ``seed``: of the local search.
-        """
-        self.rank_power = rank_power
-        self.lateness = lateness
+    def __init__(self, *, delay_s: float = 30.0, pools: bool = True, seed: int = 0) -> None:
+        """Set the seconds of a restart, whether jobs of an application share (pool) observations, and local search's seed."""
         self.delay_s = delay_s
         self.pools = pools
         self.seed = seed
@@ -90,12 +77,14 @@ class Ours:
         type_of_job = self._share_types(offers, choices, type_names, cluster)
         allocations: dict[int, Allocation] = {}
         for gpu_type in type_names:
-            members = [index for index in range(len(jobs)) if type_of_job[index] == gpu_type]
+            members = {
+                job.index: by_type[gpu_type]
+                for job, by_type, chosen_type in zip(jobs, choices, type_of_job, strict=True)
+                if chosen_type == gpu_type
+            }
             if members:
                 effort = 0 if len(members) * len(cluster.gpus) > _MOST_IMPROVED_PAIRS else _EFFORT
-                type_choices = [choices[index][gpu_type] for index in members]
-                placed = place_on_type(type_choices, cluster, gpu_type, effort=effort, seed=self.seed)
-                allocations.update({jobs[members[index]].index: allocation for index, allocation in placed})
+                allocations |= place_on_type(members, cluster, gpu_type, effort=effort, seed=self.seed)
         return allocations
 
     def _weights(self, offers: Sequence[JobSpeedups], fair_count: int, now_s: float) -> list[float]:
@@ -112,21 +101,21 @@ class Ours:
         rank = 0.0
         for index, lateness in zip(order, latenesses, strict=True):
             rank += lateness / mean_lateness
-            weights[index] = rank**self.rank_power
+            weights[index] = rank**_RANK_POWER
         return weights
 
     def _lateness(self, offer: JobSpeedups, fair_count: int, now_s: float) -> float:
-        """Return the cost of a second's delay of this job: its expected completion time to the power of ``self.lateness``.
+        """Return the cost of a second's delay of this job: its expected completion time to the power of ``_LATENESS``.
 
         The expected completion time is its age plus the time left at its best speed on ``fair_count`` GPUs; before the job was
         observed, its age alone.
         """
         if offer.remaining_s is None:
-            return float(max(offer.job.age_s(now_s), _LEAST_S) ** self.lateness)
+            return float(max(offer.job.age_s(now_s), _LEAST_S) ** _LATENESS)
         replicas = max(min(fair_count, offer.most_replicas), 1)
         best_speedup = max(float(on_type.speedup[:, replicas].max()) for on_type in offer.by_type)
         completion_s = offer.job.age_s(now_s) + offer.remaining_s / max(best_speedup, _LEAST_BELIEVED_SPEEDUP)
-        return float(max(completion_s, _LEAST_S) ** self.lateness)
+        return float(max(completion_s, _LEAST_S) ** _LATENESS)
 
     def _choices(self, offer: JobSpeedups, weight: float, hold_s: float, now_s: float) -> dict[str, JobCosts]:
         """Return GPU type -> one job's costs of each number of GPUs of that type, and of keeping its allocation.
@@ -184,8 +173,8 @@ class Ours:
         if len(type_names) == 1:
             return [type_names[0]] * len(offers)
         capacity = [cluster.gpus_of(name) for name in type_names]
-        assignment = assign([cost_tables(by_type, type_names) for by_type in choices], capacity)
+        assigned = assign([cost_tables(by_type, type_names) for by_type in choices], capacity)
         return [
             type_names[type_index] if count else offer.job.gpu_types[0]
-            for type_index, count, offer in zip(assignment.types, assignment.counts, offers, strict=True)
+            for (type_index, count), offer in zip(assigned, offers, strict=True)
         ]

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from ddltool.analyzers.cluster.assign import MOST_REPLICAS
 from ddltool.analyzers.cluster.cluster import Allocation, ClusterSpec, count_gpus
 from ddltool.analyzers.cluster.job import SimulatedJob, Tuning
 from ddltool.analyzers.cluster.search import JobCosts, search
@@ -18,8 +19,6 @@ _OFFSET = 1e-3
 # Largest power, beyond which summands of speedups from _OFFSET to 100,000 overflow. For smaller powers than the least one,
 # summands differ by rounding errors only, so their limit, the geometric mean, is used.
 _MOST_POWER, _LEAST_POWER = 50.0, 1e-3
-# Most replicas of a job; the published simulator's number.
-_MOST_REPLICAS = 64
 
 
 class Pollux:
@@ -53,7 +52,7 @@ class Pollux:
 
         Speedups of new allocations are multiplied by the restart factor at ``now_s``, that of the current one is not.
         """
-        most_replicas = min(job.most_replicas, _MOST_REPLICAS)
+        most_replicas = min(job.most_replicas, MOST_REPLICAS)
         within, across, held = self.speedups(job, most_replicas, math.ceil(cluster.total_gpus / jobs), cluster)
         restart_factor = job.restart_factor(now_s, self.delay_s)
         within_cost = self.cost(within * restart_factor)

@@ -10,7 +10,6 @@ known best.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -20,26 +19,24 @@ from ddltool.analyzers.cluster.cluster import Allocation, ClusterSpec
 from ddltool.analyzers.cluster.job import SimulatedJob, Tuning
 from ddltool.analyzers.cluster.search import JobCosts
 from ddltool.arrays import Flags
-from ddltool.errors import InputError
 
 # The cost of no GPUs over that of the job's most costly configuration; more than 1, so that no job waits beside idle GPUs.
 _IDLE_COST_RATIO = 1.1
+# The module's p.
+_POWER = -0.5
 
 
 class Sia:
     """Gives each job one of few configurations, so that the sum of the jobs' relative goodputs to the power p is least.
 
-    ``exponent`` is p, below 0; ``delay_s`` the seconds of a restart. The module says more.
+    ``delay_s``: seconds of a restart. The module says more.
     """
 
     name = "sia"
     tuning = Tuning.ADAPTIVE
 
-    def __init__(self, *, exponent: float = -0.5, delay_s: float = 30.0) -> None:
-        """Raise InputError for an exponent that is not below 0, which would not make faster configurations cheaper."""
-        if not (math.isfinite(exponent) and exponent < 0):
-            raise InputError("policy sia", f"exponent {exponent}", "a finite number below 0; -0.5 is Sia's")
-        self.exponent = exponent
+    def __init__(self, *, delay_s: float = 30.0) -> None:
+        """Set the seconds of a restart."""
         self.delay_s = delay_s
 
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
@@ -51,16 +48,16 @@ class Sia:
         node_sizes = {name: max(cluster.gpus[node] for node in cluster.nodes_of(name)) for name in type_names}
         choices = [self._choices(job_speedups(job, cluster), node_sizes, now_s) for job in jobs]
         capacity = [cluster.gpus_of(name) for name in type_names]
-        assignment = assign([cost_tables(by_type, type_names) for by_type in choices], capacity)
+        assigned = assign([cost_tables(by_type, type_names) for by_type in choices], capacity)
         allocations: dict[int, Allocation] = {}
         for type_index, gpu_type in enumerate(type_names):
-            pairs = enumerate(zip(assignment.types, assignment.counts, strict=True))
-            members = [index for index, (kind, count) in pairs if count and kind == type_index]
-            if members:
-                counts = [assignment.counts[index] for index in members]
-                type_choices = [choices[index][gpu_type] for index in members]
-                placed = place_on_type(type_choices, cluster, gpu_type, counts=counts)
-                allocations.update({jobs[members[index]].index: allocation for index, allocation in placed})
+            members: dict[int, JobCosts] = {}
+            counts: list[int] = []
+            for job, by_type, (kind, count) in zip(jobs, choices, assigned, strict=True):
+                if count and kind == type_index:
+                    members[job.index] = by_type[gpu_type]
+                    counts.append(count)
+            allocations |= place_on_type(members, cluster, gpu_type, counts=counts)
         return allocations
 
     def _choices(self, offer: JobSpeedups, node_sizes: Mapping[str, int], now_s: float) -> dict[str, JobCosts]:
@@ -100,15 +97,15 @@ class Sia:
         """Return one job's costs on one type: of each allowed count within a node and across nodes, and of its allocation.
 
         The cost is the goodput relative to one GPU of the slowest type, times ``restart_factor`` for a change, to the power of
-        the (negative) exponent. ``allowed`` (m + 1,): whether k GPUs are a configuration; up to ``node_size`` they are on one
+        p. ``allowed`` (m + 1,): whether k GPUs are a configuration; up to ``node_size`` they are on one
         node, beyond on several. ``single_gpu_speedup``: speedup of one GPU of the slowest type.
         """
         relative_goodput = on_type.speedup[:, : len(allowed)] / single_gpu_speedup
         with np.errstate(divide="ignore"):
-            cost = (relative_goodput * restart_factor) ** self.exponent
+            cost = (relative_goodput * restart_factor) ** _POWER
             cost = np.where(allowed & (relative_goodput > 0), cost, np.inf)
             held_goodput = on_type.speedup[on_type.held_row, on_type.held] / single_gpu_speedup
-            keep_cost = float(held_goodput**self.exponent) if on_type.held else np.inf
+            keep_cost = float(held_goodput**_POWER) if on_type.held else np.inf
         # within a node (row 0) only what fits there, across nodes (row 1) only what does not
         cost[0, node_size + 1 :] = np.inf
         cost[1, : node_size + 1] = np.inf
