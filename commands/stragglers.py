@@ -9,7 +9,7 @@ from ddltool.analyzers.answers.reporting.telemetry_section import stragglers_sec
 from ddltool.analyzers.job.diagnosing import diagnosis, operations
 from ddltool.analyzers.job.diagnosing.traces import of_traces
 from ddltool.analyzers.step.measured.ranks import RankSteps, of_telemetry
-from ddltool.artifacts import check_outputs, demand_once, ending, to_json, write_text
+from ddltool.artifacts import check_outputs, demand_once, ending, read_text, to_json, write_text
 from ddltool.commands.options import within
 from ddltool.commands.output import finish, note, progress
 from ddltool.errors import InputError
@@ -115,7 +115,7 @@ def _write_feeds(run: RankSteps, batch_size: int, feeds: diagnosis.Feeds, teleme
         lines = [",".join(f"{value:.9g}" for value in row) for row in rows]
         write_text(path, "\n".join([header, *lines]) + "\n")
     if telemetry_files:
-        write_text(feeds.telemetry, telemetry_files[0].read_text(encoding="utf-8"))
+        write_text(feeds.telemetry, read_text(telemetry_files[0]))
         return
     telemetry_lines = [to_json(row, indent=None) for row in diagnosis.telemetry(run, batch_size)]
     write_text(feeds.telemetry, "".join(telemetry_lines))

@@ -198,7 +198,7 @@ def test_a_recorded_file_is_planned_in_its_own_world(here: Path, capsys: pytest.
 def test_nothing_fits_is_said_with_the_memory_and_code_3(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = Path("train.py").read_text().replace("nn.Linear(1024, 2048)", "nn.Linear(1024, 4_000_000)")
     Path("train.py").write_text(text.replace("nn.Linear(2048, 1024)", "nn.Linear(4_000_000, 1024)"))
-    assert run(["plan", "--devices", "8xT4", "--", "torchrun", "train.py"]) == 3
+    assert run(["-q", "plan", "--devices", "8xT4", "--", "torchrun", "train.py"]) == 3
     out, err = capsys.readouterr()
     assert "Nothing fits: the least, the command as it is, takes" in out
     assert "GiB a process on T4" in " ".join(out.split())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 import re
@@ -470,6 +471,10 @@ def test_the_feeds_are_what_other_commands_read(tmp_path: Path, capsys: pytest.C
     again = json.loads(capsys.readouterr().out)
     assert [(one["rank"], one["cause"]) for one in again["findings"]] == [(1, "slow device")]
     assert stragglers_section(load(tmp_path / "found.json", StragglersResult), "found.json").blocks
+    packed = tmp_path / "packed.jsonl.gz"
+    packed.write_bytes(gzip.compress((fed / "telemetry.jsonl").read_bytes()))
+    assert run(["stragglers", str(packed), "--feed", str(tmp_path / "again")]) == 0
+    assert (tmp_path / "again" / "telemetry.jsonl").read_text() == (fed / "telemetry.jsonl").read_text()
 
 
 def test_ends_go_on_from_one_moment(tmp_path: Path) -> None:

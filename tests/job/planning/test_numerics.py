@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 import ddltool as dt
@@ -11,6 +13,7 @@ from ddltool.decision import Decision, Option
 from ddltool.errors import Infeasible, InputError
 from ddltool.job import DeviceOffer, Job
 from ddltool.plans import Assignment, Plan
+from tests.conftest import Cli
 
 
 def job(**numerics: object) -> Job:
@@ -105,6 +108,18 @@ def test_more_than_twelve_are_refused() -> None:
     assert len(combinations(["bf16", "fp8"], ["adam"], [None, 8, 16])) == 6
     with pytest.raises(InputError, match="--precision: makes 18 plans"):
         combinations(["fp32", "bf16", "fp8"], ["adam", "adamw"], [None, 8, 16])
+
+
+def test_types_without_a_rate_for_a_named_precision_are_left_out(cli: Cli) -> None:
+    """Of two precisions the one that all types have is still planned on all of them."""
+    result = cli(
+        "plan", "zoo:gpt_small", "--devices", "2xH100,2xA100", "--precision", "fp8", "--batch-size", "64", "--json"
+    )
+    assert result.code == 0
+    assert "note: A100 left out with fp8, for which the datasheet has no rate" in result.err
+    assert {row["device_type"] for row in json.loads(result.out)["assignments"]} == {"H100"}
+    alone = cli("plan", "zoo:gpt_small", "--devices", "2xA100", "--precision", "fp8", "--batch-size", "64")
+    assert (alone.code, alone.error_line.partition(";")[0]) == (2, "--precision: A100 has no rate for fp8")
 
 
 def test_a_model_of_images_is_told_what_channels_last_would_save() -> None:
