@@ -128,8 +128,11 @@ def _remarks(result: PredictResult) -> list[str]:
     if lacking := [name for name, device in result.devices.items() if not device.has_precision]:
         lines.append(no_rate_words(", ".join(lacking), assumed.precision))
     if waiting := _waiting(rows):
-        helps = "a larger batch helps" if assumed.compile else "--compile or a larger batch helps"
-        lines.append(f"The GPU waits for Python: {waiting}; {helps}.")
+        compiling = (
+            "torch.compile" if assumed.optimizer == "recorded" else "--compile"
+        )  # a script is compiled in itself
+        remedy = "a larger batch" if assumed.compile else f"{compiling} or a larger batch"
+        lines.append(f"The GPU waits for Python: {waiting}; {remedy} helps.")
     return [*lines, *_error_sentences(result, waits_for_host=bool(waiting))]
 
 
