@@ -494,8 +494,8 @@ def section(data: Path) -> str:
         "group's exchanges are asynchronous, as NVIDIA's recipes have them.",
         asynchronous(),
         "torchtitan measured these ([8B and 70B]"
-        "(https://github.com/pytorch/torchtitan/blob/main/benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md), 405B in 2024); "
-        "one constant, how much of what could be hidden is, was read off the first four.",
+        "(https://github.com/pytorch/torchtitan/blob/main/benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md), "
+        "405B in 2024); one constant, how much of what could be hidden is, was read off the first four.",
         "Layouts of one job, two by two: of those whose measured times are further apart than the range of a prediction spans "
         f"({range_ratio():.2f} times), so many are ranked right, and so much slower than the fastest is the one that is "
         "predicted to be fastest.",
