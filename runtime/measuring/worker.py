@@ -170,8 +170,7 @@ class StepTimer:
         self.device = device
         self.groups = groups or {}
         self._resolver = resolve_step(subject.resolver)
-        self._prepared: tuple[int, int] | None = None  # replicas and batch of the configuration; None: there is none
-        self._configuration: _Configuration | None = None
+        self._prepared: dict[tuple[int, int], _Configuration] = {}  # at most one, by its replicas and batch
         torch.set_num_threads(subject.threads)
         torch.manual_seed(subject.seed)
         if device.type == "cuda":
@@ -198,8 +197,7 @@ class StepTimer:
 
     def drop(self) -> None:
         """Free the model that was measured last, so that the next one's peak memory does not contain it."""
-        self._prepared = None
-        self._configuration = None
+        self._prepared.clear()
         gc.collect()
         if self.device.type == "cuda":
             import torch
@@ -215,15 +213,13 @@ class StepTimer:
         With several replicas, each full step is followed by one without synchronisation. Warm-up ends early once the
         task's seconds are spent. ``alive`` is called after every step.
         """
-        if self._prepared != (task.replicas, task.batch):
+        shape = task.replicas, task.batch
+        if shape not in self._prepared:
             self.drop()
             reset_peak(self.device)
             step = self._resolver(self.subject.source, task.batch)
-            group = self.groups.get(task.replicas)
-            self._configuration = _Configuration(self.subject, step, self.device, group)
-            self._prepared = (task.replicas, task.batch)
-        configuration = self._configuration
-        assert configuration is not None
+            self._prepared[shape] = _Configuration(self.subject, step, self.device, self.groups.get(task.replicas))
+        configuration = self._prepared[shape]
         spent_s = 0.0
         for warmups_done in range(task.warmup):
             if warmups_done == 0 or spent_s < task.seconds:  # at least one, however long it takes
