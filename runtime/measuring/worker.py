@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import importlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
 
 from ddltool.analyzers.job.goodput.curve import median_interval
 from ddltool.errors import InputError
@@ -20,24 +20,14 @@ from ddltool.runtime.measuring.rendezvous import START_LIMIT_S
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
-    from torch import nn
+
+    from ddltool.analyzers.step.tracing.step import TrainingStep
 
 # The extremes of six values contain the median with 95 % confidence, of fewer not; three are the fewest that show a spread.
 FEWEST_FOR_AN_INTERVAL, FEWEST = 6, 3
 # Seconds that timed steps must take before the precision of their median counts: in a shorter time all of them may be
 # slowed down by the same disturbance.
 SHORTEST_LOOK_S = 0.2
-
-
-class ResolvedStep(Protocol):
-    """The training step that a resolver returns."""
-
-    module: nn.Module
-    inputs: tuple[Any, ...]
-    keywords: tuple[str, ...]
-    """Names of the last ``inputs``, which the module takes by keyword."""
-    loss: Callable[[Any], torch.Tensor]
-    """Function from the module's output to a scalar."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,13 +100,6 @@ class StepTimings:
     """Peak memory of this replica."""
 
 
-def resolve_step(resolver: str) -> Callable[[str, int], ResolvedStep]:
-    """Return the function that ``resolver``, ``package.module:function``, names; it makes a step of (source, batch size)."""
-    module, _, function = resolver.partition(":")
-    builder: Callable[[str, int], ResolvedStep] = getattr(importlib.import_module(module), function)
-    return builder
-
-
 def connect_replica(
     subject: Subject,
     replicas: Sequence[int],
@@ -169,7 +152,7 @@ class StepTimer:
         self.subject = subject
         self.device = device
         self.groups = groups or {}
-        self._resolver = resolve_step(subject.resolver)
+        self._resolver: Callable[[str, int], TrainingStep] = resolve_name(subject.resolver)
         self._prepared: dict[tuple[int, int], _Configuration] = {}  # at most one, by its replicas and batch
         torch.set_num_threads(subject.threads)
         torch.manual_seed(subject.seed)
@@ -254,7 +237,7 @@ class _Configuration:
     """A model on its device, for one batch size and number of replicas, whose training steps are timed."""
 
     def __init__(
-        self, subject: Subject, step: ResolvedStep, device: torch.device, group: dist.ProcessGroup | None
+        self, subject: Subject, step: TrainingStep, device: torch.device, group: dist.ProcessGroup | None
     ) -> None:
         """Prepare module, inputs and optimizer on ``device``.
 
