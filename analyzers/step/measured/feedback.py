@@ -34,6 +34,7 @@ class RankRun:
     device: str
     batch: int
     """Samples of a step."""
+    steps: int
     compute_s: float
     wait_s: float
     """Waiting for other ranks."""
@@ -201,6 +202,7 @@ def _rank_run(rank: int, rows: pd.DataFrame) -> RankRun:
         rank=rank,
         device=str(rows["device"].iloc[-1]),
         batch=int(rows["batch"].iloc[-1]),
+        steps=len(rows),
         compute_s=float(median_s),
         wait_s=float(rows["wait_s"].median()),
         mean_step_s=float(rows["step_s"].mean()),

@@ -159,6 +159,7 @@ def run_of(ranks: list[tuple[str, int, float, int]], sync_s: float = 0.01, nodes
             rank=place,
             device=device,
             batch=batch,
+            steps=10,
             compute_s=seconds,
             wait_s=0.0,
             error=0.0,
