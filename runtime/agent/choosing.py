@@ -426,12 +426,10 @@ class Chooser:
         if decision is not None and self._policy.adapt:
             split = decision.split
             setting = setting._replace(total=split.total_batch_size, accumulation=split.accumulation_steps)
-        gradient_statistics = self.estimator.statistics(self._limits.initial_batch_size)
+        gradients = self.estimator.statistics(self._limits.initial_batch_size)
         noise_scale = self._known_noise_scale()
-        if gradient_statistics is not None and noise_scale is not None:
-            sqr = gradient_statistics.sqr
-            var = gradient_statistics.var
-            setting = setting._replace(sqr=sqr, var=var, noise_scale=noise_scale)
+        if gradients is not None and noise_scale is not None:
+            setting = setting._replace(sqr=gradients.sqr, var=gradients.var, noise_scale=noise_scale)
         return setting
 
     def _known_noise_scale(self) -> float | None:

@@ -131,8 +131,7 @@ class Preconditioner:
         options = self._optimizer.param_groups[index]
         bias_correction = 1.0
         if "exp_avg_sq" in state:  # Adam corrects the bias of the mean square, RMSprop does not
-            step = state.get("step", 0)
-            steps_made = float(step) if not isinstance(step, Tensor) or not step.is_cuda else float(step.item())
+            steps_made = float(state.get("step", 0))
             if steps_made < 1:
                 return None
             bias_correction = 1.0 - float(options["betas"][1]) ** steps_made

@@ -189,18 +189,10 @@ class Balancer:
         manager: Manager,
         chooses: bool,
     ) -> None:
-        """Keep what :func:`balance` has made.
+        """Keep what :func:`balance` has made: ``sizes``, (n,) samples by rank in the first steps, and the rank's parts.
 
-        Args:
-            job: the ranks.
-            dataset: all samples.
-            sizes: (n,) samples by rank in the first steps.
-            least: samples that every rank gets in every step.
-            scaler: weights the losses by samples.
-            clock: measures this rank's steps.
-            consensus: by which ranks report and learn the next sizes; None with one rank.
-            manager: chooses the next sizes; only rank 0 keeps it.
-            chooses: whether sizes follow speeds.
+        ``consensus``: by which ranks report and learn the next sizes; None with one rank. ``manager`` chooses them; only
+        rank 0 keeps it. ``chooses``: whether sizes follow speeds.
         """
         self.rank = job.rank
         self.world_size = job.world_size
@@ -459,18 +451,9 @@ def _prepare(
 ) -> tuple[tuple[int, ...], int, Manager]:
     """Check the arguments of :func:`balance`; return (first sizes, least size, manager that chooses the next sizes).
 
-    Sizes are (n,) samples by rank. In the single process that repeats a job's steps for DDLTOOL_CHECK, ``sizes`` and
-    ``limits`` are left out: its size is the total batch. Raises InputError for the first argument that does not fit.
-
-    Args:
-        job: the ranks.
-        model: the job's DDP module.
-        total_batch: samples of all ranks per step; None: the sum of ``sizes``.
-        sizes: first samples of each rank; None: equal ones.
-        limits: most samples of each rank; None: none are given.
-        least: fewest samples of a rank; None: 1, or 2 where a BatchNorm layer needs them.
-        options: how to balance.
-        events: the file for changes and advice; None: no file.
+    ``events``: the file for changes and advice; None: no file. In the single process that repeats a job's steps for
+    DDLTOOL_CHECK, ``sizes`` and ``limits`` are left out: its size is the total batch. Raises InputError for the first
+    argument that does not fit.
     """
     demand_wrapped(job, model)
     options.check()

@@ -66,11 +66,7 @@ class PartitionedData:
         self._traversals = Traversals(self._read_partition_sizes(), threshold)
 
     def _read_partition_sizes(self) -> list[int]:
-        """Return the number of samples of every rank's partition, by rank.
-
-        Raises InputError on all ranks for an empty partition, tensors of different lengths, and types or shapes that
-        differ between ranks.
-        """
+        """Return the number of samples of every rank's partition, by rank. Raises InputError as the class does."""
         lengths = {len(tensor) if tensor.dim() else 0 for tensor in self.tensors}
 
         def check() -> int:

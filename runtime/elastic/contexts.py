@@ -111,7 +111,7 @@ class WorkerState:
         If this turn is compared, also remember all attributes that workers share, to find those that the turn changes.
         """
         self._turns += 1
-        self.install(self._values[rank])
+        self.install(rank)
         is_power_of_two = self._turns & (self._turns - 1) == 0
         if self._turns <= len(self._local) or is_power_of_two:
             own_values = self._values[rank]
@@ -158,21 +158,14 @@ class WorkerState:
         for values in self._values.values():
             values[key] = _copied(old)
 
-    def install(self, values: Mapping[Key, Any]) -> None:
-        """Set the modules' attributes to ``values``, without copying; one that is ABSENT is removed."""
-        for (prefix, name), value in values.items():
+    def install(self, rank: int, *, copied: bool = False) -> None:
+        """Set the modules' attributes to the values of virtual rank ``rank``, or to copies; one that is ABSENT is removed."""
+        values = self._values[rank]
+        for (prefix, name), value in (_copies(values) if copied else values).items():
             if value is ABSENT:
                 self._held[prefix].pop(name, None)
             else:
                 self._held[prefix][name] = value
-
-    def values_of(self, rank: int) -> dict[Key, Any]:
-        """Return the own values of the worker of virtual rank ``rank``, by attribute; they are not copied."""
-        return self._values[rank]
-
-    def copies_of(self, rank: int) -> dict[Key, Any]:
-        """Return copies of the own values of the worker of virtual rank ``rank``, by attribute."""
-        return _copies(self._values[rank])
 
     def to_documents(self, rank: int) -> dict[str, Document]:
         """Return the values of virtual rank ``rank`` for a checkpoint: ``buffers`` and ``attributes``, each by full name.
@@ -484,12 +477,12 @@ class Contexts:
 
     def _install_first(self) -> None:
         """Set the model to the buffers and attributes of the first local worker, which it holds between steps."""
-        self._states.install(self._states.values_of(self._local[0]))
+        self._states.install(self._local[0])
 
     @contextmanager
     def on_copies(self) -> Iterator[None]:
         """Give the block copies of the first local worker's buffers and attributes; its changes to them are dropped."""
-        self._states.install(self._states.copies_of(self._local[0]))
+        self._states.install(self._local[0], copied=True)
         try:
             yield
         finally:

@@ -119,11 +119,6 @@ class OrderedMean:
             for name, value in self._parameters.items()
         ]
 
-    @property
-    def names(self) -> list[str]:
-        """Names of the parameters that are averaged, in the model's order."""
-        return list(self._parameters)
-
     def clear(self) -> None:
         """Set ``.grad`` of all parameters to None."""
         for parameter in self._parameters.values():

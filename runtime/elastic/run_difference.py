@@ -176,12 +176,9 @@ def _pairs(a: Iterator[RecordedStep], b: Iterator[RecordedStep]) -> Iterator[tup
     while left is not None and right is not None:
         if left.step == right.step:
             yield left, right
-        advances_left = left.step <= right.step
-        advances_right = right.step <= left.step
-        if advances_left:
-            left = next(a, None)
-        if advances_right:
-            right = next(b, None)
+        behind = min(left.step, right.step)
+        left = next(a, None) if left.step == behind else left
+        right = next(b, None) if right.step == behind else right
     for reader in (a, b):
         for _ in reader:
             pass

@@ -300,9 +300,8 @@ class Hook:
 
     def _standard_sampler(self, dataset: Dataset[Any], shuffle: bool, seed: int) -> DistributedSampler[Any]:
         """Return torch's sampler of this rank's samples, which follows :meth:`set_epoch`."""
-        ranks = self.world_size
-        rank = self.rank
-        sampler: DistributedSampler[Any] = DistributedSampler(dataset, ranks, rank, shuffle=shuffle, seed=seed)
+        place = self.world_size, self.rank
+        sampler: DistributedSampler[Any] = DistributedSampler(dataset, *place, shuffle=shuffle, seed=seed)
         self._follow_epoch(sampler)
         return sampler
 
@@ -362,16 +361,10 @@ class EnforcingHook(Hook):
         lengths: Any = None,
         **options: Any,
     ) -> DataLoader[Any]:
-        """Return a DataLoader of this rank's planned batches, which replace ``batch_size``.
+        """Return a DataLoader of this rank's planned batches, which replace ``batch_size``; arguments as for the base class.
 
-        An iterable dataset is read as a stream, for which there are no ``lengths``.
-
-        Args:
-            batch_size: ignored.
-            shuffle, seed: the order of samples, as in torch's DistributedSampler; of a stream it is the stream's own.
-            drop_last: leave out the remainder of an epoch that is smaller than a step.
-            lengths: (n,) tokens of the dataset's samples, by which the samples of a step are divided; None: in order.
-            options: go to ``DataLoader``.
+        ``drop_last`` leaves out the remainder of an epoch that is smaller than a step. An iterable dataset is read as a
+        stream, in its own order and without ``lengths``.
         """
         dataset = self._given_dataset(options)
         if isinstance(dataset, IterableDataset):
@@ -386,8 +379,7 @@ class EnforcingHook(Hook):
         """Return the sampler of the planned local batches, which replace ``batch_size``.
 
         The script's own loader does not report when it hands out a batch, so the hook looks up what the sampler has
-        issued. The other arguments are the same as for :meth:`dataloader`: the order of samples, whether an epoch's
-        remainder is left out, and the samples' tokens.
+        issued. The other arguments are the same as for :meth:`dataloader`.
         """
         sampler = self._planned_sampler(shuffle, seed, drop_last, lengths)
         self._scaler.pending.unannounced.add(sampler)
@@ -398,14 +390,7 @@ class EnforcingHook(Hook):
     ) -> DataLoader[Any]:
         """Return a loader with the dataset, order, workers and collation of ``loader``, and this rank's planned batches.
 
-        Args:
-            loader: the script's loader.
-            shared: for an iterable dataset, whether all ranks read the same stream.
-            accumulated: number of batches per update, which must be the plan's passes; None: each is a whole planned one.
-            lengths: (n,) tokens of the dataset's samples, by which the samples of a step are divided; None: in order.
-
-        Raises InputError, on every rank, for a loader whose sampler gives whole batches, for samples that differ between
-        ranks, where the plan makes another number of passes, and for a stream where an update has several batches.
+        The arguments and errors are those of the base class. A stream where an update has several batches is refused too.
         """
         given = self._job.together(lambda: GivenLoader(loader, self._job))
         passes = 1 if accumulated is None else accumulated

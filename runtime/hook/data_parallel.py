@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddltool.errors import InputError
 from ddltool.plans import BucketSetting, PrefetchSetting
-from ddltool.runtime.hook.job import Config, loaded
+from ddltool.runtime.hook.job import Config, loaded, submodules
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,16 +114,9 @@ def apply_prefetch(model: nn.Module, config: Config) -> PrefetchReport:
     """
     plan = _prefetch(config)
     # Both prefetch plans have, by a module's name, the names of the modules that are gathered ahead while it computes.
-    named_units = {*plan.units, *plan.forward, *plan.backward}
-    for prefetched in (plan.forward, plan.backward):
-        for ahead in prefetched.values():
-            named_units.update(ahead)
-    modules: dict[str, Any] = {}
-    for name in sorted(named_units):
-        try:
-            modules[name] = model.get_submodule(name)
-        except AttributeError:
-            raise InputError("fsdp2.units", f"the model has no module {name!r}", "trace and plan this model") from None
+    prefetched = itertools.chain(*plan.forward.values(), *plan.backward.values())
+    named_units = sorted({*plan.units, *plan.forward, *plan.backward, *prefetched})
+    modules = submodules(model, named_units, "fsdp2.units")
     if bare := [name for name in plan.units if not isinstance(modules[name], FSDPModule)]:
         raise InputError("fsdp2.units", f"{bare[0]!r} is not sharded", "call fully_shard on each unit and on the model")
     for name, ahead in plan.forward.items():

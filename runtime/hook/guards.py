@@ -126,7 +126,9 @@ class UpdateGuard:
         """Note the model's buffers, and register torch's global hooks, to see other DDP modules and their optimizers."""
         for name, module in model.named_modules():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
-                problem = f"{_without_wrapper(name)} has max_norm, by which each rank changes rows of its own batch"
+                problem = (
+                    f"{name.removeprefix('module.')} has max_norm, by which each rank changes rows of its own batch"
+                )
                 raise InputError("model", problem, "leave it out, and shorten long rows after the optimizer's step")
         self.updates = 0
         self._job = job
@@ -257,9 +259,8 @@ class UpdateGuard:
             trained = self._trained()
             if not is_first and len(trained) > _TENSORS:
                 start = exchange * _TENSORS % len(trained)
-                listed_twice = [
-                    *trained.items()
-                ] * 2  # so that the slice may go on from the last parameter to the first
+                # Twice, so that the slice may go on from the last parameter to the first.
+                listed_twice = [*trained.items()] * 2
                 trained = dict(listed_twice[start : start + _TENSORS])
             gradients = Sums.of(value.grad for value in trained.values() if value.grad is not None)
             if is_first:
@@ -284,7 +285,7 @@ class UpdateGuard:
         model = self._model()
         names_by_id: dict[int, str] = {}
         if model is not None:
-            names_by_id = {id(value): _without_wrapper(name) for name, value in model.named_parameters()}
+            names_by_id = {id(value): name.removeprefix("module.") for name, value in model.named_parameters()}
         trained: dict[str, Tensor] = {}
         for group in self._groups():
             for value in group["params"]:
@@ -371,7 +372,7 @@ def check_gradient_hooks(model: nn.Module, own: type) -> None:
         if has_foreign_hook or not all(_is_linear(hook, parameter) for hook in gradient_hooks):
             problem = "is changed by a hook on each rank by itself, before the ranks' gradients are averaged"
             remedy = "change .grad between backward and the optimizer's step"
-            raise InputError(f"gradient of {_without_wrapper(name)}", problem, remedy)
+            raise InputError(f"gradient of {name.removeprefix('module.')}", problem, remedy)
 
 
 def _is_linear(hook: Callable[[Tensor], Tensor | None], like: Tensor) -> bool:
@@ -401,8 +402,3 @@ _left_alone: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 def leave_alone(*optimizers: torch.optim.Optimizer) -> None:
     """Make all guards allow these optimizers to train another DDP module than the attached one."""
     _left_alone.update(optimizers)
-
-
-def _without_wrapper(name: str) -> str:
-    """Return a parameter's name without DDP's prefix "module."."""
-    return name.removeprefix("module.")

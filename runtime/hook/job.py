@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -96,6 +97,14 @@ def planned_for(config: str | os.PathLike[str], model: nn.Module) -> tuple[str, 
     planned, path = loaded(config)
     check_parameters(path, planned.parameters, model)
     return path, planned
+
+
+def submodules(model: nn.Module, names: Collection[str], where: str) -> dict[str, Any]:
+    """Return the modules of ``model`` with these names, by name. Raises InputError, about ``where``, if it lacks one."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    if missing := [name for name in names if name not in modules]:
+        raise InputError(where, f"the model has no module {missing[0]!r}", "trace and plan this model")
+    return {name: modules[name] for name in names}
 
 
 def check_model(model: nn.Module, job: DistributedJob) -> None:

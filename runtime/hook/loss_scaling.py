@@ -54,12 +54,8 @@ _UPDATES_PER_LOOK, _NODES_PER_LOOK = 4, 300
 """After the first updates, losses of every 4th update are looked at; for graphs of more than 300 nodes, of every 8th, etc."""
 _SENTINELS = 8
 """Number of parameters whose hooks stay after the first updates, to show that a backward pass accumulates gradients."""
-_backwards = 0  # passes begun
-
-
-def backwards_begun() -> int:
-    """Return how many backward passes this process has begun through models with a LossScaler."""
-    return _backwards
+_backwards = 0
+"""Number of backward passes that this process has begun through models with a LossScaler."""
 
 
 @dataclass(eq=False, slots=True)
@@ -165,7 +161,7 @@ class LossScaler:
         ]
         _open_scalers.add(self)
         if self._job.world_size > 1:
-            LivenessMonitor.of_this_job().passes = backwards_begun
+            LivenessMonitor.of_this_job().passes = lambda: _backwards
         trained = [value for value in model.parameters() if value.requires_grad]
         self._sentinels = [value.register_post_accumulate_grad_hook(self._note_gradient) for value in trained]
         if self._weighs and optimizers:
@@ -411,12 +407,8 @@ class LossScaler:
         Samples are coupled if the loss's gradient at one sample's outputs depends on another sample's outputs. An output
         from which another one is computed has None, because gradients also arrive there by way of the other.
 
-        Args:
-            guard: gets the refusal.
-            loss: the loss, or one of its terms.
-            graph: the part of its graph that reaches back to the model's outputs.
-            factor: the loss's weight.
-            share: the batch's numbers of samples, if the loss is said to be a mean over them; None otherwise.
+        ``guard`` gets the refusal; ``graph``: the part of the loss's graph that reaches back to the model's outputs; the
+        others: as for :meth:`_check_claim`.
         """
         outputs, behind = graph.measurable_outputs()
         expected: OutputGradients = dict.fromkeys(behind)

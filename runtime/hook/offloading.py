@@ -27,8 +27,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from ddltool.errors import InputError
 from ddltool.plans import Offloaded
+from ddltool.runtime.hook.job import submodules
 
 
 def offload_modules(model: nn.Module, plan: Sequence[Offloaded]) -> None:
@@ -38,14 +38,11 @@ def offload_modules(model: nn.Module, plan: Sequence[Offloaded]) -> None:
     :func:`~.sharding.checkpoint_modules`, and before ``fully_shard`` and ``DistributedDataParallel``. Raises InputError for
     a module that the model does not have; then none changes.
     """
-    modules = dict(model.named_modules())
-    names = list(dict.fromkeys(name for entry in plan for name in (entry.module, entry.until)))
-    if missing := [name for name in names if name not in modules]:
-        raise InputError("on_host", f"the model has no module {missing[0]!r}", "trace and plan this model")
+    names = dict.fromkeys(name for entry in plan for name in (entry.module, entry.until))
+    modules = submodules(model, names, "on_host")
     until = {entry.module: entry.until for entry in plan}
     streams = _CopyStreams()
-    for name in names:
-        module = modules[name]
+    for name, module in modules.items():
         module.forward = functools.partial(_forward, module, module.forward, streams, name, until.get(name))
 
 

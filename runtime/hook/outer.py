@@ -97,13 +97,13 @@ class OuterSteps:
         inside: Group | None = None,
     ) -> None:
         trained = [value for value in model.parameters() if value.requires_grad]
-        _check(every, optimizer, fragments, overlap, mixing, bits, weight, len(trained))
         self.every = every
         self.optimizer = optimizer
         self.overlap = overlap
         self.mixing = mixing
         self.bits = bits
         self.weight = weight
+        self._check(fragments, len(trained))
         self.steps = 0
         self._inside = inside
         self._group = group if group is not None or not dist.is_initialized() else dist.new_group(backend="gloo")
@@ -133,6 +133,33 @@ class OuterSteps:
             "mixing": outer.mixing,
             "bits": outer.bits,
         }
+
+    def _check(self, fragments: int, parameters: int) -> None:
+        """Raise InputError for the first setting that is out of its range.
+
+        ``fragments``: their number; ``parameters``: how many are trained, because each fragment needs at least one.
+        """
+        every = self.every
+        if every < 1:
+            raise InputError("every", f"is {every}", "give the inner steps between outer steps, 1 or more")
+        if not parameters:
+            remedy = "give hook.outer the model that the optimizer trains"
+            raise InputError("model", "has no parameters that are trained", remedy)
+        if not 1 <= fragments <= min(parameters, every):
+            remedy = f"give 1 to {min(parameters, every)}: a fragment has a parameter, and a step of its own"
+            raise InputError("fragments", f"are {fragments}, of {parameters} parameters in {every} steps", remedy)
+        if not 0 <= self.overlap < every:
+            raise InputError("overlap", f"is {self.overlap} of {every} inner steps", f"give 0 to {every - 1}")
+        if not (len(self.optimizer) == 2 and self.optimizer[0] > 0 and 0 <= self.optimizer[1] < 1):
+            remedy = "give a learning rate above 0 and a momentum of 0 to 1: (0.7, 0.9)"
+            raise InputError("optimizer", f"is {self.optimizer}", remedy)
+        if not 0 <= self.mixing < 1:
+            remedy = "give 0 (the outer parameters) to less than 1 (an island's own)"
+            raise InputError("mixing", f"is {self.mixing}", remedy)
+        if self.bits not in (4, 8, 16, 32):
+            raise InputError("bits", f"is {self.bits}", "give 4, 8, 16 or 32")
+        if not self.weight > 0:
+            raise InputError("weight", f"is {self.weight}", "give a number above 0, such as the island's samples")
 
     @property
     def rounds(self) -> int:
@@ -287,42 +314,6 @@ def island_group(address: str, island: int, islands: int, *, meeting: int = 0, t
 
 _stores: dict[tuple[str, str], Any] = {}
 """By (host, port): the store there, kept because later groups meet at it and island 0's process serves it."""
-
-
-def _check(
-    every: int,
-    optimizer: Outer,
-    fragments: int,
-    overlap: int,
-    mixing: float,
-    bits: int,
-    weight: float,
-    parameters: int,
-) -> None:
-    """Raise InputError for the first argument of :class:`OuterSteps` that is out of its range.
-
-    ``parameters``: number of the model's trained parameters, because each fragment needs at least one. The other
-    arguments are described at the class.
-    """
-    if every < 1:
-        raise InputError("every", f"is {every}", "give the inner steps between outer steps, 1 or more")
-    if not parameters:
-        remedy = "give hook.outer the model that the optimizer trains"
-        raise InputError("model", "has no parameters that are trained", remedy)
-    if not 1 <= fragments <= min(parameters, every):
-        remedy = f"give 1 to {min(parameters, every)}: a fragment has a parameter, and a step of its own"
-        raise InputError("fragments", f"are {fragments}, of {parameters} parameters in {every} steps", remedy)
-    if not 0 <= overlap < every:
-        raise InputError("overlap", f"is {overlap} of {every} inner steps", f"give 0 to {every - 1}")
-    if not (len(optimizer) == 2 and optimizer[0] > 0 and 0 <= optimizer[1] < 1):
-        remedy = "give a learning rate above 0 and a momentum of 0 to 1: (0.7, 0.9)"
-        raise InputError("optimizer", f"is {optimizer}", remedy)
-    if not 0 <= mixing < 1:
-        raise InputError("mixing", f"is {mixing}", "give 0 (the outer parameters) to less than 1 (an island's own)")
-    if bits not in (4, 8, 16, 32):
-        raise InputError("bits", f"is {bits}", "give 4, 8, 16 or 32")
-    if not weight > 0:
-        raise InputError("weight", f"is {weight}", "give a number above 0, such as the island's samples")
 
 
 def _cut_fragments(parameters: Sequence[nn.Parameter], count: int) -> list[list[nn.Parameter]]:

@@ -34,9 +34,7 @@ def averaged(value: Tensor, group: Any, bits: int = 32, weight: float = 1.0) -> 
         return flat[:-1] / flat[-1]
     weights = torch.tensor([weight], dtype=torch.float64)
     group.allreduce([weights]).wait()
-    part_length = (
-        -(-value.numel() // (ranks * BLOCK)) * BLOCK
-    )  # each rank averages one part, rounded up to whole blocks
+    part_length = -(-value.numel() // (ranks * BLOCK)) * BLOCK  # each rank averages a part, rounded up to whole blocks
     padding = ranks * part_length - value.numel()
     parts = torch.nn.functional.pad(value * weight, (0, padding)).view(ranks, part_length)
     packed = torch.stack([packed_bits(part, bits) for part in parts])  # (ranks, bytes): a row for each rank's part

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from ddltool.errors import InputError
 from ddltool.plans import Enforcement, Recomputed, ShardingSetting, is_product
 from ddltool.runtime.hook.data_parallel import apply_prefetch, ddp_arguments
-from ddltool.runtime.hook.job import Config, loaded
+from ddltool.runtime.hook.job import Config, loaded, submodules
 from ddltool.runtime.hook.offloading import offload_modules
 
 
@@ -101,10 +101,7 @@ def _checked(config: Config, model: nn.Module) -> tuple[Enforcement, ShardingSet
         problem = f"is {enforcement.world_size}, but this job runs {processes} process(es)"
         raise InputError(f"{where}:world_size", problem, "start as many processes as planned, after init_process_group")
     units = [] if enforcement.fsdp2 is None or plan.kind == "ddp" else enforcement.fsdp2.units
-    modules = dict(model.named_modules())
-    if missing := [name for name in units if name not in modules]:
-        raise InputError(f"{where}:fsdp2.units", f"the model has no module {missing[0]!r}", "trace and plan this model")
-    return enforcement, plan, [modules[name] for name in units]
+    return enforcement, plan, [*submodules(model, units, f"{where}:fsdp2.units").values()]
 
 
 def _mesh(model: nn.Module, plan: ShardingSetting) -> DeviceMesh:
@@ -130,13 +127,10 @@ def checkpoint_modules(model: nn.Module, plan: Sequence[Recomputed]) -> None:
     so dropout is the same. Raises InputError for a module that the model lacks or that is checkpointed already, and then
     changes nothing.
     """
-    modules = dict(model.named_modules())
-    for entry in plan:
-        if entry.module not in modules:
-            problem = f"the model has no module {entry.module!r}"
-            raise InputError("checkpointing", problem, "trace and plan this model")
-        if getattr(modules[entry.module].forward, "func", None) is checkpoint:  # the partial that is made below
-            raise InputError("checkpointing", f"{entry.module!r} is checkpointed already", "name each module once")
+    modules = submodules(model, [entry.module for entry in plan], "checkpointing")
+    for name, module in modules.items():
+        if getattr(module.forward, "func", None) is checkpoint:  # the partial that is made below
+            raise InputError("checkpointing", f"{name!r} is checkpointed already", "name each module once")
     for entry in plan:
         module = modules[entry.module]
         options: dict[str, Any] = {"use_reentrant": False}

@@ -245,11 +245,8 @@ def _fitting_means(counts: Mapping[str, Tensor], cuts: Sequence[_Cut], near: Cal
     Of the kinds that fit, only the one nearest to the whole in the last cut is returned, and those that rounding cannot
     tell from it.
 
-    Args:
-        counts: by kind, (rows,) numbers of elements that a row adds to the mean (:func:`counts_of`).
-        cuts: the batches that were divided into two parts, with their losses.
-        near: ``near(loss, other, *scale)`` returns whether two losses are equal within the tolerance, relative to the
-            largest of all arguments.
+    ``counts``: those of :func:`counts_of`; ``near(loss, other, *scale)`` returns whether two losses are equal within the
+    tolerance, relative to the largest of all arguments.
     """
     means = {kind: [_mean(of_kind, cut.parts, cut.rows) for cut in cuts] for kind, of_kind in counts.items()}
     fitting = {

@@ -126,8 +126,7 @@ class HookedTrainerMixin:
         """Return the Trainer's own loader, with the planned batches."""
         loader: DataLoader[Any] = super().get_train_dataloader()  # type: ignore[misc]
         passes = self._trainer.args.gradient_accumulation_steps
-        loader = self.hook.planned(loader, accumulated=passes, lengths=self._lengths)
-        return loader
+        return self.hook.planned(loader, accumulated=passes, lengths=self._lengths)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """Train on the next batch that was fetched, and return its loss times its weight, for the Trainer's log.

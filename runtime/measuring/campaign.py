@@ -51,7 +51,7 @@ Key = tuple[int, int, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MeasureRequest:
+class MeasureRequest(Subject):
     """What to measure: every combination of batch size, number of replicas and number of accumulation steps.
 
     ``resolver`` is ``package.module:function``, called as ``function(source, batch_size)``. With ``repeats`` every
@@ -60,8 +60,6 @@ class MeasureRequest:
     left out. If ``batch_sizes`` is empty too, the batch size at which throughput saturates is searched.
     """
 
-    source: str
-    resolver: str
     batch_sizes: tuple[int, ...] = ()
     replicas: tuple[int, ...] = (1,)
     accumulation: tuple[int, ...] = (0,)
@@ -76,22 +74,11 @@ class MeasureRequest:
     precision: float = 0.05
     """Wanted size of the median's 95 % interval, as a share of the median."""
     budget_s: float = math.inf
-    seed: int = 0
-    numerics: str = "fp32"
-    """The precision that steps compute in."""
-    optimizer: str = "sgd"
 
     def subject(self) -> Subject:
-        """Return the part of the request that all tasks of the worker processes share."""
-        return Subject(
-            source=self.source,
-            resolver=self.resolver,
-            device=self.device,
-            threads=self.threads or max(1, len(os.sched_getaffinity(0)) // (self.processes or max(self.replicas))),
-            seed=self.seed,
-            numerics=self.numerics,
-            optimizer=self.optimizer,
-        )
+        """Return what all tasks of the worker processes share, with the number of their threads."""
+        cores = len(os.sched_getaffinity(0))
+        return replace(self, threads=self.threads or max(1, cores // (self.processes or max(self.replicas))))
 
     def common_columns(self) -> dict[str, str]:
         """Return the columns ``device``, ``source`` and ``settings``, which must be equal in all rows of a profile.

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,6 +36,8 @@ _COLUMNS = 4
 
 Progress = Callable[[int, int], None]
 """Called with (pairs done, pairs in total)."""
+Measure = Callable[..., list[NetworkPair]]
+""":func:`_measure_pairs` with all arguments given but rank, progress and meeting."""
 
 
 class LinkFit(NamedTuple):
@@ -96,30 +99,28 @@ def measure_network(
 
     Args:
         processes: number of local processes to start; ignored in a job.
-        sizes_bytes: sizes of the messages.
+        sizes_bytes: sizes of the messages, ascending: two or more.
         rounds: round trips per size; fewer where they would take longer than a second.
         timeout_s: seconds that a message may take.
         progress: ``progress(done, total)`` is called after each pair.
 
-    Raises InputError for fewer than two processes or sizes, DdlToolError when a process dies or a message takes too
+    Raises InputError for fewer than two processes, DdlToolError when a process dies or a message takes too
     long.
     """
-    sizes = sorted(set(sizes_bytes))
-    if len(sizes) < 2 or sizes[0] < 1 or rounds < 1:
-        problem = f"are {list(sizes_bytes)}, {rounds} rounds"
-        raise InputError("sizes", problem, "give two different sizes of 1 byte or more, and 1 round or more")
     place = job_from_environment()
     if place is not None:
         if place.world_size < 2:
             raise InputError("WORLD_SIZE", f"is {place.world_size}", "measure between 2 or more processes")
         processes = place.world_size
+    elif processes < 2:
+        raise InputError("replicas", f"{processes} process has nobody to talk to", "measure between 2 or more")
+    measure = partial(_measure_pairs, processes=processes, sizes=sizes_bytes, rounds=rounds, timeout_s=timeout_s)
+    if place is None:
+        pairs = _measure_local(processes, measure, progress)
+    else:
         with _lost_each_other():
             store = job_store("network", timeout_s)
-        pairs = _measure_pairs(place.rank, processes, sizes, rounds, timeout_s, progress, store=store)
-    else:
-        if processes < 2:
-            raise InputError("replicas", f"{processes} process has nobody to talk to", "measure between 2 or more")
-        pairs = _measure_local(processes, sizes, rounds, timeout_s, progress)
+        pairs = measure(place.rank, progress, store=store)
     return NetworkResult(
         processes=processes,
         local=place is None,
@@ -130,14 +131,8 @@ def measure_network(
     )
 
 
-def _measure_local(
-    processes: int, sizes: Sequence[int], rounds: int, timeout_s: float, progress: Progress
-) -> list[NetworkPair]:
-    """Start ``processes`` processes that connect over the loopback interface, and return the pairs that they measure.
-
-    ``sizes``: bytes of the messages; ``rounds``: most round trips per size; ``timeout_s``: seconds that a message may
-    take; ``progress``: called with (pairs done, pairs in total) after each pair.
-    """
+def _measure_local(processes: int, measure: Measure, progress: Progress) -> list[NetworkPair]:
+    """Start ``processes`` processes that connect over the loopback interface, and return the pairs that they measure."""
 
     def take_progress(rank: int, message: Any) -> bool:
         """Report the progress in ``message`` if it is a tuple (done, total); return whether it is."""
@@ -145,17 +140,15 @@ def _measure_local(
             progress(*message)
         return isinstance(message, tuple)
 
-    arguments = [(rank, processes, sizes, rounds, timeout_s) for rank in range(processes)]
-    with Children(_child, arguments) as children:
+    with Children(_child, [(rank, measure) for rank in range(processes)]) as children:
         pairs: list[NetworkPair] = children.gather(range(processes), "network", take_progress)[0]
         return pairs
 
 
-def _child(rank: int, processes: int, sizes: Sequence[int], rounds: int, timeout_s: float, results: Connection) -> None:
-    """In a child process, measure as rank ``rank`` of ``processes``, and send the list of pairs through ``results``.
+def _child(rank: int, measure: Measure, results: Connection) -> None:
+    """In a child process, measure as rank ``rank``, and send the list of pairs through ``results``.
 
-    Rank 0 also sends progress as tuples (done, total). ``sizes``: bytes of the messages; ``rounds``: most round trips per
-    size; ``timeout_s``: seconds that a message may take.
+    Rank 0 also sends progress as tuples (done, total).
     """
     import torch
 
@@ -167,7 +160,7 @@ def _child(rank: int, processes: int, sizes: Sequence[int], rounds: int, timeout
         if rank == 0:
             results.send((done, total))
 
-    results.send(_measure_pairs(rank, processes, sizes, rounds, timeout_s, send_progress, init_method=meeting_place()))
+    results.send(measure(rank, send_progress, init_method=meeting_place()))
 
 
 @contextlib.contextmanager
@@ -180,19 +173,21 @@ def _lost_each_other() -> Iterator[None]:
 
 
 def _measure_pairs(
-    rank: int, processes: int, sizes: Sequence[int], rounds: int, timeout_s: float, progress: Progress, **meeting: Any
+    rank: int,
+    progress: Progress,
+    *,
+    processes: int,
+    sizes: Sequence[int],
+    rounds: int,
+    timeout_s: float,
+    **meeting: Any,
 ) -> list[NetworkPair]:
     """Join the process group and measure one pair of ranks after another; every rank returns all pairs.
 
     Each of the ``processes`` processes calls this. Raises DdlToolError when a peer is lost or too slow.
 
-    Args:
-        rank, processes: this process's number, and how many there are.
-        sizes: bytes of the messages, ascending.
-        rounds: most round trips per size.
-        timeout_s: seconds that a message may take.
-        progress: ``progress(done, total)`` is called after each pair.
-        meeting: where the processes meet, as ``init_process_group`` takes it.
+    ``rank``: this process's; ``meeting``: where the processes meet, as ``init_process_group`` takes it; the others: as
+    for :func:`measure_network`.
     """
     import torch
     import torch.distributed as dist

@@ -26,6 +26,7 @@ import numpy as np
 from scipy.special import bdtr
 
 from ddltool.analyzers.job.goodput.curve import interval_ranks
+from ddltool.artifacts import write_text
 from ddltool.errors import InputError
 from ddltool.results import OverheadInterval, OverheadResult, OverheadRun
 
@@ -125,15 +126,8 @@ def measure_overhead(
 def _run(command: Sequence[str], is_on: bool, steps: int, warmup: int, replicas: int, timeout_s: float) -> OverheadRun:
     """Run the script once; return its wall-clock seconds (of the slowest rank) and CPU seconds (of all ranks) per step.
 
-    Args:
-        command: the script and its arguments.
-        is_on: whether ddltool does its work or is switched off.
-        steps: optimizer steps after which the run ends.
-        warmup: number of first steps that are left out of the result.
-        replicas: number of processes.
-        timeout_s: seconds that the run may take.
-
-    Raises InputError for a script that fails, makes too few steps or takes longer than ``timeout_s``.
+    ``is_on``: whether ddltool does its work or is switched off; ``warmup``: number of first steps that are left out of
+    the result. The other arguments and the errors are those of :func:`measure_overhead`.
     """
     environment = {name: value for name, value in os.environ.items() if name not in ("DDLTOOL_OFF", "DDLTOOL_HOLD")}
     environment["DDLTOOL_HOLD" if is_on else "DDLTOOL_OFF"] = "1"
@@ -152,14 +146,10 @@ def _run(command: Sequence[str], is_on: bool, steps: int, warmup: int, replicas:
         raise InputError(command[0], problem, "let it train for longer, or ask for fewer --steps")
     # A stamp is the end of a step, so the first stamp after warm-up only begins one.
     timed_steps = steps_made - 1 - warmup
-    wall_s = []  # of the timed steps, by rank
-    cpu_s = []
-    for rank_stamps in stamps:
-        begin_wall_s, begin_cpu_s = rank_stamps[warmup]
-        end_wall_s, end_cpu_s = rank_stamps[steps_made - 1]
-        wall_s.append(end_wall_s - begin_wall_s)
-        cpu_s.append(end_cpu_s - begin_cpu_s)
-    return OverheadRun(steps=steps_made, wall_s=max(wall_s) / timed_steps, cpu_s=sum(cpu_s) / timed_steps)
+    # Of the timed steps: (wall clock, CPU seconds) by rank.
+    spans_s = [np.subtract(rank_stamps[steps_made - 1], rank_stamps[warmup]) for rank_stamps in stamps]
+    wall_s, cpu_s = np.transpose(spans_s) / timed_steps
+    return OverheadRun(steps=steps_made, wall_s=float(wall_s.max()), cpu_s=float(cpu_s.sum()))
 
 
 def demand_script(command: Sequence[str]) -> None:
@@ -226,10 +216,8 @@ def _clock() -> None:
     target = file.with_name(f"{file.name}.{os.environ.get('RANK', '0')}")
 
     def write() -> None:
-        """Write the stamps atomically: to a second file that then replaces the target, so that a reader finds all or none."""
-        partial = target.with_name(f"{target.name}.new")
-        partial.write_text(json.dumps(stamps), encoding="utf-8")
-        partial.replace(target)
+        """Write the stamps atomically, so that a reader finds all or none."""
+        write_text(target, json.dumps(stamps))
 
     def stamp_step(*_: object) -> None:
         """Stamp a step that an optimizer has made; after the last one, write the stamps and exit the process."""

@@ -66,10 +66,12 @@ def measured(
     else:
         curves = summarise(frame, device_memory(request.device))
     result = ProfileResult(
-        rows=records(frame), devices=curves, skipped=measurements.skipped, measuring_seconds=measurements.spent_s
+        rows=records(frame),
+        devices=curves,
+        skipped=measurements.skipped,
+        measuring_seconds=measurements.spent_s,
+        memory=search,
     )
-    if search is not None:
-        result = result.model_copy(update={"memory": search})
     for warning in [*reliability(frame), *_shortfalls(result, request)]:
         tell(f"warning: {warning}")
     return result

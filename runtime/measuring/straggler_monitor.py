@@ -75,8 +75,8 @@ class StragglerMonitor:
     ) -> None:
         """Prepare to gather rows over ``side``, a gloo group of all ranks.
 
-        ``recorder``: of this rank's steps; ``every``: steps between two looks, and steps that a look analyses; ``tell``:
-        called on rank 0 with a sentence and the result of every look; None: log a warning when the finding changes.
+        ``recorder``: of this rank's steps; ``every`` is also how many steps a look analyses; ``tell``: see
+        :func:`watch_ranks`.
         """
         self._row = recorder.row
         self._feed = str(recorder.path)

@@ -117,10 +117,7 @@ class TorchrunJob:
                 self._run_part(task)
 
     def _run_part(self, task: MeasureTask) -> StepTimings:
-        """Run this rank's part of a task, and return its times.
-
-        Any error is raised as an error of one line, or as SystemExit if another rank failed first (:meth:`failure`).
-        """
+        """Run this rank's part of a task, and return its times. Errors are raised as by :meth:`run`."""
         assert self._worker is not None
         self.where = str(task)
         with self._errors_reported():

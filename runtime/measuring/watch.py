@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pandas as pd
@@ -35,7 +36,6 @@ from ddltool.graph import natural_key
 from ddltool.results import WatchedWorker, WatchResult
 from ddltool.runtime.measuring.children import Children, LostProcess, meeting_place
 from ddltool.runtime.measuring.share import available_memory, expected_cpu
-from ddltool.runtime.measuring.worker import resolve_step
 
 # Seconds between two messages with a worker's rows; rows that were not sent yet are lost if the worker is killed.
 TELL_EVERY_S = 0.5
@@ -212,7 +212,7 @@ def _worker(request: WatchRequest, rank: int, results: Connection) -> None:
     torch.manual_seed(request.seed)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=meeting_place(), rank=rank, world_size=request.workers)
-    step = resolve_step(request.resolver)(request.source, request.batch)
+    step = resolve_name(request.resolver)(request.source, request.batch)
     parameters = [value for value in step.module.parameters() if value.requires_grad]
     optimizer = torch.optim.SGD(parameters, lr=1e-2)
     watch = Watch(f"w{rank}")

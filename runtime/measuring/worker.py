@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import importlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
 
 from ddltool.analyzers.job.goodput.curve import median_interval
 from ddltool.errors import InputError
@@ -20,24 +20,14 @@ from ddltool.runtime.measuring.rendezvous import START_LIMIT_S
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
-    from torch import nn
+
+    from ddltool.analyzers.step.tracing.step import TrainingStep
 
 # The extremes of six values contain the median with 95 % confidence, of fewer not; three are the fewest that show a spread.
 FEWEST_FOR_AN_INTERVAL, FEWEST = 6, 3
 # Seconds that timed steps must take before the precision of their median counts: in a shorter time all of them may be
 # slowed down by the same disturbance.
 SHORTEST_LOOK_S = 0.2
-
-
-class ResolvedStep(Protocol):
-    """The training step that a resolver returns."""
-
-    module: nn.Module
-    inputs: tuple[Any, ...]
-    keywords: tuple[str, ...]
-    """Names of the last ``inputs``, which the module takes by keyword."""
-    loss: Callable[[Any], torch.Tensor]
-    """Function from the module's output to a scalar."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,13 +100,6 @@ class StepTimings:
     """Peak memory of this replica."""
 
 
-def resolve_step(resolver: str) -> Callable[[str, int], ResolvedStep]:
-    """Return the function that ``resolver``, ``package.module:function``, names; it makes a step of (source, batch size)."""
-    module, _, function = resolver.partition(":")
-    builder: Callable[[str, int], ResolvedStep] = getattr(importlib.import_module(module), function)
-    return builder
-
-
 def connect_replica(
     subject: Subject,
     replicas: Sequence[int],
@@ -169,9 +152,8 @@ class StepTimer:
         self.subject = subject
         self.device = device
         self.groups = groups or {}
-        self._resolver = resolve_step(subject.resolver)
-        self._prepared: tuple[int, int] | None = None  # replicas and batch of the configuration; None: there is none
-        self._configuration: _Configuration | None = None
+        self._resolver: Callable[[str, int], TrainingStep] = resolve_name(subject.resolver)
+        self._prepared: dict[tuple[int, int], _Configuration] = {}  # at most one, by its replicas and batch
         torch.set_num_threads(subject.threads)
         torch.manual_seed(subject.seed)
         if device.type == "cuda":
@@ -198,8 +180,7 @@ class StepTimer:
 
     def drop(self) -> None:
         """Free the model that was measured last, so that the next one's peak memory does not contain it."""
-        self._prepared = None
-        self._configuration = None
+        self._prepared.clear()
         gc.collect()
         if self.device.type == "cuda":
             import torch
@@ -215,15 +196,13 @@ class StepTimer:
         With several replicas, each full step is followed by one without synchronisation. Warm-up ends early once the
         task's seconds are spent. ``alive`` is called after every step.
         """
-        if self._prepared != (task.replicas, task.batch):
+        shape = task.replicas, task.batch
+        if shape not in self._prepared:
             self.drop()
             reset_peak(self.device)
             step = self._resolver(self.subject.source, task.batch)
-            group = self.groups.get(task.replicas)
-            self._configuration = _Configuration(self.subject, step, self.device, group)
-            self._prepared = (task.replicas, task.batch)
-        configuration = self._configuration
-        assert configuration is not None
+            self._prepared[shape] = _Configuration(self.subject, step, self.device, self.groups.get(task.replicas))
+        configuration = self._prepared[shape]
         spent_s = 0.0
         for warmups_done in range(task.warmup):
             if warmups_done == 0 or spent_s < task.seconds:  # at least one, however long it takes
@@ -258,7 +237,7 @@ class _Configuration:
     """A model on its device, for one batch size and number of replicas, whose training steps are timed."""
 
     def __init__(
-        self, subject: Subject, step: ResolvedStep, device: torch.device, group: dist.ProcessGroup | None
+        self, subject: Subject, step: TrainingStep, device: torch.device, group: dist.ProcessGroup | None
     ) -> None:
         """Prepare module, inputs and optimizer on ``device``.
 

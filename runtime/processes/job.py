@@ -60,14 +60,13 @@ class DistributedJob:
         No rank returns before all have run it. A rank raises its own InputError if it has one; otherwise that of the
         first rank that has, prefixed with the rank. Other exceptions are raised at once, on this rank alone.
         """
-        refusal: InputError | None = None
-        result: list[T] = []  # the action's result, if it has returned
         try:
-            result.append(action())
+            result = action()
         except InputError as error:
-            refusal = error
-        self.raise_together(refusal)
-        return result[0]
+            self.raise_together(error)
+            raise  # not reached: this rank's own error was raised
+        self.raise_together(None)
+        return result
 
     def raise_together(self, refusal: InputError | None) -> None:
         """Raise an InputError on all ranks if any has a ``refusal``; all ranks call this together, with theirs or None.

@@ -129,10 +129,9 @@ class Meeting:
             check()
         except InputError as error:
             refusal = error
-        refusal_text = "" if refusal is None else str(refusal)
-        plan_digest = plan.digest()
-        policy_text = policy.describe()
-        return Hello(rank=self.rank, job=self.job, plan=plan_digest, policy=policy_text, refusal=refusal_text), refusal
+        text = str(refusal or "")
+        hello = Hello(rank=self.rank, job=self.job, plan=plan.digest(), policy=policy.describe(), refusal=text)
+        return hello, refusal
 
     def _check_rank_and_size(self, plan: TransferPlan) -> None:
         """Raise InputError unless the job has as many processes as the plan, and this process's rank is among them.

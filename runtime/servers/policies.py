@@ -271,7 +271,8 @@ class ElasticBSP(ASP):
         self._superstep_count = 0
         self.quota: list[int] = [1] * state.seats
         self._last_barrier = [0] * state.seats
-        self._lengths_s: list[list[float]] = [[] for _ in range(state.seats)]  # by worker, of its latest iterations
+        # By worker, the lengths of its latest iterations.
+        self._lengths_s = [deque[float](maxlen=LENGTHS_KEPT) for _ in range(state.seats)]
         self._last_end_s: list[float | None] = [None] * state.seats  # None: before the end of its first iteration
         # Of the superstep under way: its workers (empty before the first), and by these their iterations and ends.
         self._superstep_workers: list[int] = []
@@ -341,8 +342,7 @@ class ElasticBSP(ASP):
         """Note that ``worker`` has ended an iteration now; from its second one on, its length is kept too."""
         previous_end_s = self._last_end_s[worker]
         if previous_end_s is not None:
-            lengths_s = [*self._lengths_s[worker], now_s - previous_end_s]
-            self._lengths_s[worker] = lengths_s[-LENGTHS_KEPT:]
+            self._lengths_s[worker].append(now_s - previous_end_s)
         self._last_end_s[worker] = now_s
 
     def _finish_superstep(self, now_s: float) -> BarrierRow:

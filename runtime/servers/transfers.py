@@ -159,14 +159,8 @@ class TransferPlan:
 
 def _demand_same_names(priority: Mapping[str, int], names: list[str]) -> None:
     """Raise InputError unless ``priority`` has exactly the ``names`` of the model's parameters."""
-    missing = set(names) - priority.keys()
-    unknown = priority.keys() - set(names)
-    problems = []
-    if missing:
-        problems.append(f"misses {listed(sorted(missing, key=natural_key), 3)}")
-    if unknown:
-        problems.append(f"has unknown {listed(sorted(unknown, key=natural_key), 3)}")
-    if problems:
+    wrong = {"misses": set(names) - priority.keys(), "has unknown": priority.keys() - set(names)}
+    if problems := [f"{what} {listed(sorted(part, key=natural_key), 3)}" for what, part in wrong.items() if part]:
         remedy = "it must name each of the model's parameters once"
         raise InputError("transfer plan:priority", " and ".join(problems), remedy)
 

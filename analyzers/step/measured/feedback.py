@@ -38,9 +38,6 @@ class RankRun:
     compute_s: float
     wait_s: float
     """Waiting for other ranks."""
-    sync_s: float
-    """Synchronisation of the gradients."""
-    step_s: float
     error: float
     """Half the interquartile range of ``compute_s`` over its median."""
     overhead_s: float = 0.0
@@ -208,8 +205,6 @@ def _rank_run(rank: int, rows: pd.DataFrame) -> RankRun:
         steps=len(rows),
         compute_s=float(median_s),
         wait_s=float(rows["wait_s"].median()),
-        sync_s=float(rows["sync_s"].median()),
-        step_s=float(rows["step_s"].median()),
         mean_step_s=float(rows["step_s"].mean()),
         parts_s=tuple(float(part_s.mean()) for part_s in _split_in_time(rows["step_s"])),
         error=float((high_s - low_s) / 2 / median_s),

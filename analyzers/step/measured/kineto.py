@@ -613,11 +613,11 @@ class _EventColumns:
         args: Mapping[str, Any] = event_args if isinstance(event_args, dict) else {}
         correlation = _event_id(args.get("correlation"))
         external = _event_id(args.get("External id", args.get("external id")))
-        if category in _SPANS and _COLLECTIVE.match(name):
+        if category in _SPANS:
             name_index, thread_index = self._index_of("name", name), self._index_of("thread", thread)
-            self._append_row("collectives", name_index, thread_index, start, duration)
-        elif category in _SPANS:
-            name_index, thread_index = self._index_of("name", name), self._index_of("thread", thread)
+            if _COLLECTIVE.match(name):
+                self._append_row("collectives", name_index, thread_index, start, duration)
+                return
             self._append_row("ranges", name_index, thread_index, external, start, duration)
             if "Input Dims" in args and _PRODUCT.match(name):
                 self._append_row("work", start, _elements(args["Input Dims"]))

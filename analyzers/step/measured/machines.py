@@ -40,6 +40,8 @@ _EXAMPLE_GIB = "24"
 # Names that a remark on several nodes shows; the others are counted.
 _NAMES_SHOWN = 3
 _COMMANDS = "nvidia-smi -q -x, scontrol show node or kubectl get nodes -o json"
+_NVIDIA_SMI, _KUBECTL = "give the output of nvidia-smi -q -x", "give the output of kubectl get nodes -o json"
+"""Remedies for a list that is not what these commands print."""
 # States of Slurm in which a node runs no new job until an administrator acts.
 _UNAVAILABLE = (
     "DOWN", "DRAIN", "FAIL", "MAINT", "NOT_RESPONDING", "UNKNOWN", "ERROR", "FUTURE", "INVAL", "POWERED_DOWN",
@@ -190,14 +192,13 @@ def _from_nvidia_smi(text: str, where: str, stem: str) -> Iterator[Node | str]:
         name = stem if len(documents) == 1 else f"{stem}-{index}"
         log = _parse_xml(document, where)
         if log.tag != "nvidia_smi_log":
-            raise InputError(where, f"begins with <{shortened(log.tag, 60)}>", "give the output of nvidia-smi -q -x")
+            raise InputError(where, f"begins with <{shortened(log.tag, 60)}>", _NVIDIA_SMI)
         gpus: list[tuple[str, float | None]] = []  # the name and the GiB of memory of each GPU
         for gpu in log.iterfind("gpu"):
             product = (gpu.findtext("product_name") or "").strip()
             if not product:
-                raise InputError(
-                    where, "has a <gpu> without <product_name>", "give the whole output of nvidia-smi -q -x"
-                )
+                remedy = "give the whole output of nvidia-smi -q -x"
+                raise InputError(where, "has a <gpu> without <product_name>", remedy)
             if (gpu.findtext("mig_mode/current_mig") or "").strip() == "Enabled":
                 yield f"{name}: a {product} in MIG mode is left out: its slices are no device of the table"
                 continue
@@ -216,9 +217,9 @@ def _parse_xml(text: str, where: str) -> Element:
     Both are checked before the text is parsed, because a short text with entities may unfold into one that fills the memory.
     """
     if "<!ENTITY" in text:
-        raise InputError(where, "declares XML entities, which are not read", "give the output of nvidia-smi -q -x")
+        raise InputError(where, "declares XML entities, which are not read", _NVIDIA_SMI)
     if text.count("<") > 2 * _MAX_ELEMENTS:  # each has a tag that opens it and one that closes it
-        raise InputError(where, "has too many elements", "give the output of nvidia-smi -q -x")
+        raise InputError(where, "has too many elements", _NVIDIA_SMI)
     try:
         return fromstring(text)
     except ParseError as error:
@@ -302,7 +303,7 @@ def _from_kubectl(text: str, where: str) -> Iterator[Node | str]:
     if not isinstance(items, list) or not all(
         isinstance(item, dict) and item.get("kind", "Node") == "Node" for item in items
     ):
-        raise InputError(f"{where}:items", "is no list of nodes", "give the output of kubectl get nodes -o json")
+        raise InputError(f"{where}:items", "is no list of nodes", _KUBECTL)
     for index, item in enumerate(items):
         yield from _from_kubernetes_node(item, where, f"{where}:items[{index}]")
 
@@ -315,7 +316,7 @@ def _from_kubernetes_node(item: Mapping[str, Any], where: str, location: str) ->
     metadata, spec, status = (_mapping_field(item, name, location) for name in ("metadata", "spec", "status"))
     name = metadata.get("name")
     if not isinstance(name, str) or not name:
-        raise InputError(f"{location}.metadata.name", "is missing", "give the output of kubectl get nodes -o json")
+        raise InputError(f"{location}.metadata.name", "is missing", _KUBECTL)
     reason = _unschedulable_reason(spec, status, location)
     if reason is not None:
         yield f"{name}: {reason}, left out"
@@ -352,7 +353,7 @@ def _mapping_field(item: Mapping[str, Any], name: str, location: str) -> Mapping
     """
     value = item.get(name) or {}
     if not isinstance(value, dict):
-        raise InputError(f"{location}.{name}", "is no mapping", "give the output of kubectl get nodes -o json")
+        raise InputError(f"{location}.{name}", "is no mapping", _KUBECTL)
     return value
 
 
@@ -367,9 +368,7 @@ def _unschedulable_reason(spec: Mapping[str, Any], status: Mapping[str, Any], lo
     taints, conditions = spec.get("taints") or [], status.get("conditions") or []
     for rows, field_name in ((taints, "spec.taints"), (conditions, "status.conditions")):
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-            raise InputError(
-                f"{location}.{field_name}", "is no list of mappings", "give the output of kubectl get nodes -o json"
-            )
+            raise InputError(f"{location}.{field_name}", "is no list of mappings", _KUBECTL)
     for taint in taints:
         if taint.get("effect") in ("NoSchedule", "NoExecute") and taint.get("key") not in _RESOURCES:
             return f"has the taint {shortened(str(taint.get('key')), 60)}:{taint['effect']}"

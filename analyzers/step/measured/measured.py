@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -83,14 +82,12 @@ def measure_ops(
     traced: TracedStep,
     *,
     runs: int = 5,
-    threads: int | None = None,
     memory_bytes: float = DEFAULT_MEMORY_BYTES,
     progress: Progress | None = None,
 ) -> OpTimes:
     """Return the shortest time in seconds of ``runs`` calls of every op that is not free, or why it has none.
 
     Args:
-        threads: torch's number of threads; None keeps the current number.
         memory_bytes: limit on the arguments and results that are in memory; an op that needs more by itself is not run.
         progress: ``progress(done, total)`` is called after every call.
     """
@@ -104,7 +101,7 @@ def measure_ops(
             candidate_of[key] = _Candidate(node, working_bytes(node))
         candidate_of[key].names.append(name)
     candidates = list(candidate_of.values())
-    with _quiet_torch(threads):
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
         _time_in_rounds(candidates, runs, memory_bytes, progress)
     timed = [candidate for candidate in candidates if not candidate.reason]
     return OpTimes(
@@ -121,7 +118,6 @@ def estimate_measured(
     batch_size: int | None = None,
     network: Network | None = None,
     runs: int = 5,
-    threads: int | None = None,
     progress: Progress | None = None,
 ) -> Graph:
     """Return the graph of one step with measured compute ops and transfers timed by ``network``.
@@ -130,12 +126,12 @@ def estimate_measured(
         build: a function that makes the step, which is traced in float32 for this machine's CPU.
         mode, batch_size: see :func:`.torch_adapter.trace_torch`, also for what it raises.
         network: what the transfers go over; None: the default network.
-        runs, threads, progress: see :func:`measure_ops`.
+        runs, progress: see :func:`measure_ops`.
     """
     traced = trace_step(build, mode=mode, batch_size=batch_size, numerics=Numerics(cuda=False))
-    times = measure_ops(traced, runs=runs, threads=threads, progress=progress)
+    times = measure_ops(traced, runs=runs, progress=progress)
     graph = apply_times(traced.graph, times, network or Network())
-    meta = {**graph.meta, "device": "cpu", "threads": threads or torch.get_num_threads(), "runs": runs}
+    meta = {**graph.meta, "device": "cpu", "threads": torch.get_num_threads(), "runs": runs}
     return replace(graph, meta={**meta, "torch": str(torch.__version__)})
 
 
@@ -171,18 +167,6 @@ def apply_times(graph: Graph, times: OpTimes, network: Network) -> Graph:
     return with_measured(fallback.with_durations(nominal, marks), seconds, is_measured)
 
 
-@contextmanager
-def _quiet_torch(threads: int | None) -> Iterator[None]:
-    """Run the block without gradients on ``threads`` threads (None: as before); restore torch's threads and random state."""
-    thread_count = torch.get_num_threads()
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.set_num_threads(threads or thread_count)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(thread_count)
-
-
 def _time_in_rounds(candidates: list[_Candidate], runs: int, memory_bytes: float, progress: Progress | None) -> None:
     """Call every candidate once per round, and store its shortest time, or the reason why it has none, in it.
 
@@ -210,9 +194,7 @@ def _time_in_rounds(candidates: list[_Candidate], runs: int, memory_bytes: float
             else:
                 if not is_warm_up:
                     candidate.best_s = min(candidate.best_s, call_s)
-                elif (
-                    kept_bytes + candidate.need_bytes + largest_bytes <= memory_bytes
-                ):  # leaves room for the largest op
+                elif kept_bytes + candidate.need_bytes + largest_bytes <= memory_bytes:
                     candidate.call = call
                     kept_bytes += candidate.need_bytes
         if progress is not None:
@@ -254,9 +236,8 @@ def make_call(node: Node) -> Call:
     arguments = arguments_by_name(node.target, node.args, node.kwargs)
     if name in _OPAQUE or any("workspace" in argument for argument in arguments):
         raise NotImplementedError(f"{name} reads what another op packed")
-    tensor_of: dict[
-        Node, Any
-    ] = {}  # by the node among the arguments, the random tensor, or list of tensors, in its place
+    # By the node among the arguments, the random tensor, or list of tensors, in its place.
+    tensor_of: dict[Node, Any] = {}
     for argument, value in arguments.items():
         is_positive = argument in _POSITIVE_ARGUMENTS or name in _POSITIVE_OPS
         limits = _index_limits(name, arguments, argument)

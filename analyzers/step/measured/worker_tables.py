@@ -140,12 +140,10 @@ def read_recorded(path: Path, tell: Tell) -> WorkerIterations:
             raise InputError(f"{path}:worker {name}", problem, "give two or more rows of each worker, or --predicted")
     lengths = [np.diff(worker_ends) for worker_ends in ends.values]
     last_ends_s = np.array([worker_ends[-1] for worker_ends in ends.values])
-    lagging: list[str] = []
-    for name, last_end_s, lengths_s in zip(ends.names, last_ends_s, lengths, strict=True):
-        behind_s = last_ends_s.max() - last_end_s
-        if behind_s > 2 * lengths_s.max():
-            lagging.append(name)
-    return WorkerIterations(names=tuple(ends.names), lengths_s=lengths, origins_s=last_ends_s, lagging=tuple(lagging))
+    behind_s = last_ends_s.max() - last_ends_s
+    rows = zip(ends.names, behind_s, lengths, strict=True)
+    lagging = tuple(name for name, late_s, lengths_s in rows if late_s > 2 * lengths_s.max())
+    return WorkerIterations(names=tuple(ends.names), lengths_s=lengths, origins_s=last_ends_s, lagging=lagging)
 
 
 def read_predicted(path: Path, lookahead: int | None) -> tuple[tuple[str, ...], Floats]:

@@ -206,6 +206,4 @@ def _graph_order(graph: Graph, dependencies: Dependencies) -> Places:
                 first_use[source] = level
     keys = [(first_use[op], natural_key(graph.names[op])) for op in dependencies.recvs.tolist()]
     recvs_in_order = sorted(range(len(keys)), key=keys.__getitem__)
-    position = np.empty(len(keys), dtype=np.intp)
-    position[recvs_in_order] = np.arange(len(keys))
-    return position
+    return np.argsort(recvs_in_order)  # the inverse of the permutation

@@ -378,9 +378,7 @@ def numberings(problem: ShopProblem) -> list[list[int]]:
 
 def _ranks(order: Sequence[int]) -> list[int]:
     """Return the inverse of a permutation: the position of each of 0 to n - 1 in ``order``."""
-    ranks = [0] * len(order)
-    for rank, item in enumerate(order):
-        ranks[item] = rank
+    ranks: list[int] = np.argsort(order).tolist()
     return ranks
 
 

@@ -172,11 +172,9 @@ class Simulator:
 
     def __init__(self, graph: Graph) -> None:
         """Prepare a timed graph. Raises InputError for ops without a duration."""
-        count = len(graph)
-        self.file_order = sorted(range(count), key=lambda op: natural_key(graph.names[op]))
+        self.file_order = sorted(range(len(graph)), key=lambda op: natural_key(graph.names[op]))
         """By an op's number here, its index in the graph."""
-        inner_index = np.empty(count, dtype=np.intp)  # by an op's index in the graph, its number here
-        inner_index[self.file_order] = np.arange(count)
+        inner_index = np.argsort(self.file_order)  # by an op's index in the graph, its number here
         self.scale = time_scale(graph)
         self.times = whole_times(graph)[self.file_order].tolist()
         self.resource = graph.resource[self.file_order].tolist()

@@ -162,8 +162,6 @@ def run_of(ranks: list[tuple[str, int, float, int]], sync_s: float = 0.01, nodes
             steps=10,
             compute_s=seconds,
             wait_s=0.0,
-            sync_s=sync_s,
-            step_s=seconds + sync_s,
             error=0.0,
             passes=passes,
         )

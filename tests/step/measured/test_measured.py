@@ -283,23 +283,18 @@ def test_an_op_without_a_time_is_scaled_by_its_own_type_or_by_all() -> None:
 
 
 def test_the_graph_says_how_it_was_measured() -> None:
-    before, state = torch.get_num_threads(), torch.get_rng_state()
-    seen: set[int] = set()
+    state = torch.get_rng_state()
     graph = estimate_measured(
         conv_step,
         mode="training",
         batch_size=2,
         network=Network(bandwidth_bytes_per_s=1e6, latency_s=0.25, parameter_servers=2),
-        threads=before + 1,
         runs=1,
-        progress=lambda done, total: seen.add(torch.get_num_threads()),
     )
-    assert seen == {before + 1}
-    assert torch.get_num_threads() == before
     assert torch.equal(torch.get_rng_state(), state)
     assert graph.batch_size == 2
     assert graph.meta["device"] == "cpu"
-    assert graph.meta["threads"] == before + 1
+    assert graph.meta["threads"] == torch.get_num_threads()
     assert graph.meta["torch"] == torch.__version__
     assert {name for name in graph.resource_names if name.startswith("channel")} == {"channel:0", "channel:1"}
     transfer = graph.kind != COMPUTE
