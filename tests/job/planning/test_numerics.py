@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
 import ddltool as dt
 from ddltool.analyzers.job.planning.numerics import best_of, combinations
@@ -107,17 +109,27 @@ def test_more_than_twelve_are_refused() -> None:
         combinations(["fp32", "bf16", "fp8"], ["adam", "adamw"], [None, 8, 16])
 
 
+def convolutions(count: int, width: int) -> tuple[nn.Module, torch.Tensor]:
+    """Blocks of a convolution between batch norms, and two images."""
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1)]
+    for _ in range(count):
+        layers += [nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()), torch.zeros(2, 3, 32, 32)
+
+
 def test_a_model_of_images_is_told_what_channels_last_would_save() -> None:
     """As much as a plan with it then is faster; a model of words is told nothing of it."""
     how = {"devices": "1xA100", "batch_size": 2048, "precision": "bf16"}
-    found, last = dt.plan("zoo:resnet32", **how), dt.plan("zoo:resnet32", **how, channels_last=True)
+    images = convolutions(4, 128)
+    found, last = dt.plan(images, **how), dt.plan(images, **how, channels_last=True)
     assert found.decision is not None
     assert last.decision is not None
     saved = 1 - last.iteration_s / found.iteration_s
     assert found.decision.would_save["channels_last"] == pytest.approx(saved, abs=0.005)
     assert saved > 0.05
     assert "channels_last" not in last.decision.would_save
-    words = dt.plan("zoo:gpt_small", devices="1xA100", batch_size=16, precision="bf16")
+    text = nn.Sequential(nn.Embedding(1000, 64), nn.Linear(64, 64)), torch.zeros(2, 16, dtype=torch.long)
+    words = dt.plan(text, devices="1xA100", batch_size=16, precision="bf16")
     assert words.decision is not None
     assert "channels_last" not in words.decision.would_save
     assert last.run is not None
@@ -127,12 +139,13 @@ def test_a_model_of_images_is_told_what_channels_last_would_save() -> None:
 def test_a_small_model_is_told_that_it_waits_for_python() -> None:
     """One GPU is as fast as two there, and under DDP's hooks faster."""
     how = {"devices": "2xH100", "batch_size": 8, "precision": "bf16"}
-    found, compiled = dt.plan("zoo:resnet32", **how), dt.plan("zoo:resnet32", **how, compile=True)
+    small = convolutions(8, 32)
+    found, compiled = dt.plan(small, **how), dt.plan(small, **how, compile=True)
     for plan, helps in ((found, "a larger batch or --compile may"), (compiled, "a larger batch may")):
         assert plan.decision is not None
         assert f"{helps} gain more than devices" in plan.decision.words[1]
         assert sum(row.devices for row in plan.assignments) == 1
     for samples in (512, 8192):  # at 512 a device waits for less than a hundredth of its step
-        large = dt.plan("zoo:resnet32", devices="2xH100", batch_size=samples, precision="bf16")
+        large = dt.plan(small, devices="2xH100", batch_size=samples, precision="bf16")
         assert large.decision is not None
         assert "Python" not in large.decision.words[1]
