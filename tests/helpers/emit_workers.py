@@ -32,12 +32,6 @@ def tiny(kind: str) -> nn.Module:
     return model
 
 
-def load_models() -> None:
-    """Import what :func:`tiny` takes seconds to import."""
-    for kind in ("llama", "qwen3"):
-        tiny(kind)
-
-
 def learned(model: nn.Module, texts: Tensor, reduce: Callable[[Tensor], Tensor] = lambda loss: loss) -> list[float]:
     """Return the losses of three steps of momentum."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)

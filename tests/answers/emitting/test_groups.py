@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from ddltool.job import WorkerGroup
 from ddltool.plans import ParameterRecord, Plan, ShardingSetting, StepSettings
 from tests.answers.emitting.test_emit import fake_torchrun, options, plan, run, shims
 from tests.conftest import Cli
-from tests.helpers.emit_workers import emitted_tensor, learned, load_models, tiny
+from tests.helpers.emit_workers import emitted_tensor, learned, tiny
 from tests.helpers.runtime_workers import Crew
 
 __all__ = ["shims"]
@@ -25,7 +26,7 @@ __all__ = ["shims"]
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[Crew]:
-    ranks = Crew(4, first=load_models)
+    ranks = Crew(4, first=partial(tiny, "llama"))  # importing transformers takes seconds
     yield ranks
     ranks.close()
 

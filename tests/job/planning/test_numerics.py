@@ -28,32 +28,16 @@ def job(**numerics: object) -> Job:
 
 def plan_of(step_s: float, price: float | None = None) -> Plan:
     option = Option(
-        strategy="bsp",
-        devices={"H100": 1},
-        compute_s=step_s,
-        iteration_s=step_s,
-        throughput=1 / step_s,
-        determinism="D0",
-        price_per_sample=price,
-    )
+        strategy="bsp", devices={"H100": 1}, compute_s=step_s, iteration_s=step_s, throughput=1 / step_s,
+        determinism="D0", price_per_sample=price,
+    )  # fmt: skip
     decision = Decision(objective="fastest", picked="bsp", baseline=option, options=[option], words=["Use it."])
     row = Assignment(device_type="H100", devices=1, ests_per_device=0, local_batch_size=8, compute_s=step_s)
     return Plan(
-        job="gpt",
-        strategy="bsp",
-        iteration_s=step_s,
-        throughput=1 / step_s,
-        max_workers=1,
-        batch_size=8,
-        assignments=[row],
-        est_count=0,
-        waste=0.0,
-        overload_factor=step_s,
-        status="feasible",
-        gap=0.0,
-        solve_seconds=0.0,
-        decision=decision,
-    )
+        job="gpt", strategy="bsp", iteration_s=step_s, throughput=1 / step_s, max_workers=1, batch_size=8,
+        assignments=[row], est_count=0, waste=0.0, overload_factor=step_s, status="feasible", gap=0.0,
+        solve_seconds=0.0, decision=decision,
+    )  # fmt: skip
 
 
 def test_the_fastest_of_the_named_is_picked_and_each_has_its_figures() -> None:

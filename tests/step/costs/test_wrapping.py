@@ -23,15 +23,9 @@ def chain(units: int, width: int) -> tuple[nn.Module, torch.Tensor]:
 def program(names: tuple[str, ...]) -> Program:
     some = np.ones(len(names))
     return Program(
-        parameters=names,
-        ready_s=some,
-        size_bytes=some,
-        held=names,
-        held_bytes=some,
-        first_use_s=some,
-        backward_s=1.0,
-        compute_s=2.0,
-    )
+        parameters=names, ready_s=some, size_bytes=some, held=names, held_bytes=some, first_use_s=some,
+        backward_s=1.0, compute_s=2.0,
+    )  # fmt: skip
 
 
 def test_hooks_are_counted_by_unit_and_parameter() -> None:
