@@ -719,7 +719,7 @@ def test_the_search_is_equal_to_trying_all_devices(case: tuple[Any, ...]) -> Non
 
 @pytest.mark.slow
 @drawn
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
 def test_five_hundred_jobs_are_equal_to_trying_all_devices(case: tuple[Any, ...]) -> None:
     check_equal_to_all(*case)
 
@@ -764,7 +764,7 @@ def test_more_devices_and_money_are_never_worse(case: tuple[Any, ...]) -> None:
 
 @pytest.mark.slow
 @more
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 def test_more_devices_and_money_are_never_worse_in_300_jobs(case: tuple[Any, ...]) -> None:
     check_more_is_never_worse(*case)
 
