@@ -26,9 +26,9 @@ from tests.helpers.processes import LASTING, children_left, forking
 from tests.helpers.recordings import Starter
 
 # On a busy machine an example may take any time, and a change must not fail on a rare example that it did not cause:
-# `pytest --hypothesis-profile=search` looks for those, among ten times as many.
+# `pytest --hypothesis-profile=search` looks for those, among twenty times as many.
 EXAMPLES: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("repeatable", max_examples=60, derandomize=True, **EXAMPLES)
+settings.register_profile("repeatable", max_examples=30, derandomize=True, **EXAMPLES)
 settings.register_profile("search", max_examples=600, **EXAMPLES)
 settings.load_profile("repeatable")
 

@@ -213,7 +213,7 @@ def test_a_bad_job_is_named(change: Callable[[Any], Any], message: str) -> None:
         read_philly({}, "philly.json")
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.lists(st.tuples(st.integers(0, 200_000), st.floats(0.001, 900)), min_size=1, max_size=60), st.integers(1, 12))
 def test_the_busiest_span_is_that_of_trying_every_hour_and_classes_are_kept(
     rows: list[tuple[int, float]], hours: int

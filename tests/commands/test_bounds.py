@@ -313,7 +313,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @given(cases())
-@settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 def test_a_value_outside_is_refused_by_name(place: Path, case: Case) -> None:
     answer, said = answer_of(case)
     assert answer in ("refused", ""), said

@@ -78,7 +78,7 @@ def test_the_rows_of_published_tables(shared_data: Path) -> None:
         assert len(frame) == place + 1
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     batches=st.lists(st.sampled_from([4, 8, 0]), min_size=1, max_size=30),
     times=st.lists(st.floats(1e-3, 10), min_size=30, max_size=30),

@@ -27,7 +27,8 @@ LASTING: set[int] = set()
 _PRELOADED = (
     *("torch._dynamo", "torch.distributed.fsdp", "torch.profiler", "tests.helpers.runtime_workers"),
     *("ddltool.runtime.agent.agent", "ddltool.runtime.balancing.control", "ddltool.runtime.elastic.trainer"),
-    *("ddltool.runtime.measuring.worker", "ddltool.runtime.servers", "tests.helpers.frozen"),
+    *("ddltool.runtime.measuring.worker", "ddltool.runtime.servers", "ddltool.analyzers.cluster.sweep"),
+    "tests.helpers.frozen",
 )
 
 

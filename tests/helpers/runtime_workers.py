@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import importlib.util
 import multiprocessing
@@ -16,7 +17,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -43,26 +44,23 @@ from tests.helpers.processes import LASTING, forking, message_of
 PATIENCE_S = 120.0
 # On a busy machine gloo's ranks now and then close a connection that another one is just making.
 _STARTS = 3
+_DIES_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 
 
 class Crew:
-    """``size`` processes of one gloo process group that run functions on demand."""
+    """``size`` processes of one gloo process group that run functions on demand, after ``first()`` once for all of them."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, first: Callable[[], object] = dict) -> None:
         context = forking()
         for _ in range(_STARTS):
             self._folder = tempfile.TemporaryDirectory()
-            self._pipes: list[Connection] = []
-            self._processes = []
-            for rank in range(size):
-                ours, theirs = context.Pipe()
-                store = f"file://{self._folder.name}/store"
-                process = context.Process(target=_serve, args=(theirs, store, rank, size), daemon=True)
-                process.start()
-                theirs.close()
-                self._pipes.append(ours)
-                self._processes.append(process)
-                LASTING.add(process.pid or 0)
+            self._pipes, theirs = zip(*(context.Pipe() for _ in range(size)), strict=True)
+            store = f"file://{self._folder.name}/store"
+            self._process = context.Process(target=_serve_all, args=(theirs, store, first), daemon=True)
+            self._process.start()
+            LASTING.add(self._process.pid or 0)
+            for pipe in theirs:
+                pipe.close()
             if all(map(_answers, self._pipes)):
                 return
             self.close()
@@ -84,9 +82,8 @@ class Crew:
         return [answer for _, answer in answers]
 
     def close(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()
+        self._process.kill()  # which ends the others
+        self._process.join()
         self._folder.cleanup()
 
 
@@ -106,10 +103,21 @@ def _answers(pipe: Connection) -> bool:
         return False
 
 
-def _serve(pipe: Connection, store: str, rank: int, size: int) -> None:
-    multiprocessing.set_start_method(
-        "fork", force=True
-    )  # of data workers, as in a script, not as this rank was started
+def _serve_all(pipes: Sequence[Connection], store: str, first: Callable[[], object]) -> None:
+    first()
+    for rank in range(1, len(pipes)):
+        if os.fork() == 0:
+            ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
+            _serve(pipes, store, rank)
+    _serve(pipes, store, 0)
+
+
+def _serve(pipes: Sequence[Connection], store: str, rank: int) -> None:
+    pipe, size = pipes[rank], len(pipes)
+    for other in {*pipes} - {pipe}:
+        other.close()
+    # Of data workers, as in a script, not as this rank was started.
+    multiprocessing.set_start_method("fork", force=True)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
     pipe.send("here")

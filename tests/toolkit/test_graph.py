@@ -115,7 +115,7 @@ def test_round_trip_through_json(graph: Graph) -> None:
 
 
 @given(graphs())
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_round_trip_through_files(tmp_path_factory: pytest.TempPathFactory, graph: Graph) -> None:
     folder = tmp_path_factory.mktemp("g")
     for name in ("g.json", "g.json.gz"):

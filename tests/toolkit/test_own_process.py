@@ -12,7 +12,7 @@ from ddltool.analyzers.job.planning.options import Missed
 from ddltool.errors import DdlToolError, InputError
 from ddltool.own_process import in_fork
 from ddltool.stages import Tell
-from tests.helpers.processes import torchrun
+from tests.helpers.processes import as_job
 
 # Without a GPU nothing but torch's answer is another: what breaks is seen at the accelerator that torch knows.
 ASKS = """
@@ -38,12 +38,14 @@ assert torch.accelerator.current_accelerator() is None
 """
 
 
+def asks(rank: int) -> None:
+    exec(ASKS, {"__name__": "__main__"})
+
+
 def test_verbs_record_elsewhere_where_there_is_a_gpu(tmp_path: Path) -> None:
-    script = tmp_path / "ask.py"
-    script.write_text(ASKS)
-    done = torchrun(1, script, folder=tmp_path)
-    assert done.returncode == 0, done.stderr[-2000:]
-    unknown, record = done.stdout.splitlines()[-2:]
+    [(code, printed, told)] = as_job(1, tmp_path, asks)
+    assert code == 0, told[-2000:]
+    unknown, record = printed.splitlines()[-2:]
     assert unknown.startswith("timm:resnet999: unknown model")
     assert record.startswith("step: this process may train on its GPU")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ __all__ = ["shims"]
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[Crew]:
-    ranks = Crew(4)
+    ranks = Crew(4, first=partial(tiny, "llama"))  # importing transformers takes seconds
     yield ranks
     ranks.close()
 

@@ -55,7 +55,7 @@ def alarms(now: Noise, before: Noise, n: int, m: int, *, shift: float = 1.0, lim
 MOST_ALARMS = 0.05 + 3 * math.sqrt(0.05 * 0.95 / 1500)
 
 
-@pytest.mark.parametrize("repeats", [(3, 3), (5, 5), (20, 20), (5, 30), (60, 60)])
+@pytest.mark.parametrize("repeats", [(3, 3), (5, 30), (20, 20)])
 @pytest.mark.parametrize("noise", [normal(0.03), lognormal(0.2), exponential(0.1)], ids=["normal", "lognormal", "exp"])
 def test_noise_alone_seldom_raises_an_alarm(noise: Noise, repeats: tuple[int, int]) -> None:
     assert alarms(noise, noise, *repeats) <= MOST_ALARMS
@@ -84,7 +84,7 @@ def test_a_slowdown_of_all_configurations_is_seen_where_each_alone_is_not() -> N
     assert together >= 90 > 60 > alone
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     st.lists(st.floats(0.5, 2.0), min_size=3, max_size=12),
     st.lists(st.floats(0.5, 2.0), min_size=3, max_size=12),

@@ -57,7 +57,7 @@ def driven(iterations: int = 450, seed: int = 0, workers: int = 3) -> SpeedTrace
 @pytest.mark.parametrize("name", PREDICTORS)
 def test_predictors_are_causal_and_repeatable(name: str) -> None:
     """What comes later changes nothing of what was predicted before, and two runs agree to the bit."""
-    trace = cpu_cluster(220, seed=3, workers=3)
+    trace = cpu_cluster(220, seed=3, workers=2)
     cut = 200
     changed = SpeedTrace.of(
         trace.names,
@@ -65,7 +65,7 @@ def test_predictors_are_causal_and_repeatable(name: str) -> None:
         np.concatenate((trace.cpu[: cut + 1], trace.cpu[cut + 1 :] / 2)),
         trace.memory,
     )
-    runs = [replay(t, make_predictor(name, 3, QUICK), 96).predicted for t in (trace, trace, changed)]
+    runs = [replay(t, make_predictor(name, 2, QUICK), 96).predicted for t in (trace, trace, changed)]
     assert all(run is not None for run in runs)
     assert np.array_equal(runs[0], runs[1], equal_nan=True)  # type: ignore[arg-type]
     assert np.array_equal(runs[0][: cut + 1], runs[2][: cut + 1], equal_nan=True)  # type: ignore[index]
@@ -77,9 +77,9 @@ def test_predictions_of_one_worker_do_not_hang_on_the_order_of_workers(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """True to the bit for what each worker computes alone; networks begin with a common model, here with none."""
-    trace = cpu_cluster(330, seed=5, workers=3)
+    trace = cpu_cluster(330, seed=5, workers=2)
     swapped = SpeedTrace.of(trace.names[::-1], trace.speed[:, ::-1], trace.cpu[:, ::-1], trace.memory[:, ::-1])
-    one, other = (make_predictor(name, 3, QUICK) for _ in range(2))
+    one, other = (make_predictor(name, 2, QUICK) for _ in range(2))
     monkeypatch.setattr(NeuralNetwork, "_fit_common", lambda *_: None)
     first, second = replay(trace, one, 96).predicted, replay(swapped, other, 96).predicted
     np.testing.assert_allclose(first, second[:, ::-1], rtol=1e-6)  # type: ignore[index]

@@ -287,7 +287,7 @@ def test_shortest_then_most_workers_then_soonest(
     st.integers(1, 72),
     st.integers(0, 30),
 )
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_devices_of_types_on_plateaus(
     name: str, shapes: list[tuple[int, int, int, int]], grows: list[int], wanted: int, floor: int
 ) -> None:

@@ -81,7 +81,7 @@ def stepped(
     st.integers(1, 3),
     st.integers(0, 2),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_rounds_are_those_of_a_simulation_step_by_step(
     islands: list[tuple[int, int]], fragment_s: int, fragments: int, overlap: int
 ) -> None:

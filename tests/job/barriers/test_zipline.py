@@ -70,7 +70,7 @@ def brute_force(rows: Rows) -> tuple[int, int]:
     return min((max(ends) - min(ends), max(ends)) for ends in picked)
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(rows=ROWS)
 def test_zipline_is_the_optimum_and_the_first_of_several(rows: Rows) -> None:
     barrier = zipline([np.array(row, dtype=float) for row in rows])
@@ -164,7 +164,7 @@ def cost(rows: Rows, choice: tuple[int, ...], objective: str) -> tuple[Fraction,
     return Fraction(total, made), barrier
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(rows=ROWS, gap=st.sampled_from([None, 0, 1, 2, 3]))
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_bounded_barriers_are_optimal(objective: str, rows: Rows, gap: int | None) -> None:

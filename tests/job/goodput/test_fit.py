@@ -227,7 +227,7 @@ def test_one_line_for_json_that_is_nested(tmp_path: Path, cli: Cli) -> None:
         [(1, 1, 8), (1, 2, 8), (1, 4, 8), (2, 8, 8)],
     ],
 )
-@pytest.mark.parametrize("scale", [1e-7, 1.0, 1e6])
+@pytest.mark.parametrize("scale", [1e-7, 1e6])
 def test_few_rows_of_any_size_are_fitted_without_a_warning(
     places: list[tuple[int, int, int]], scale: float, tmp_path: Path, cli: Cli
 ) -> None:
@@ -386,7 +386,7 @@ def test_intervals_cover_the_truth_as_often_as_they_say() -> None:
     assert 0.84 < covered.mean() / runs < 0.96  # and they are not just wide
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(st.integers(0, 10**6), st.sampled_from([0.02, 0.1]))
 def test_an_interval_holds_its_best_value_and_shrinks_with_less_noise(seed: int, error: float) -> None:
     rows = observed(KNOWN, ALL, error, seed)

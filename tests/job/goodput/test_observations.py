@@ -227,7 +227,7 @@ TRUE = throughput(
 
 
 @given(params, st.integers(0, 100))
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_the_gradient_equals_finite_differences(p: ThroughputParams, seed: int) -> None:
     problem = FitProblem(observed(p, GRID, error=0.3, seed=seed), slope_spread=1.0)
     problem.prior_weight = 0.3

@@ -60,9 +60,9 @@ def random_problem(random: Random, **bounds: int) -> Problem:
     return problem(capabilities, counts, random.randint(1, bounds.get("workers", 80)), **limits)
 
 
-def test_throughput_equals_the_closed_form_on_500_random_jobs() -> None:
+def test_throughput_equals_the_closed_form_on_random_jobs() -> None:
     random = Random(0)
-    for _ in range(500):
+    for _ in range(250):
         case = random_problem(random)
         made = solve_est(case)
         exact = closed_form(case)
@@ -551,7 +551,7 @@ ORDERS = [
 
 def test_every_order_of_objectives_equals_brute_force() -> None:
     random, infeasible, compared = Random(7), 0, 0
-    for number in range(180):
+    for number in range(120):
         case = limited_problem(random)
         order = ORDERS[number % len(ORDERS)]
         whole = (*order, *(name for name in ("throughput", "devices", "waste") if name not in order))
@@ -567,8 +567,8 @@ def test_every_order_of_objectives_equals_brute_force() -> None:
         assert found == [entry[0] for entry in expected[:5]], (case, order)
         assert made.iteration_s == float(expected[0][1])
         compared += 1
-    assert infeasible > 12
-    assert compared > 100
+    assert infeasible > 8
+    assert compared > 67
 
 
 def test_the_smallest_step_without_a_solver() -> None:

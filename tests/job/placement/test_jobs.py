@@ -148,7 +148,7 @@ def tables_of(jobs: list[Problem], devices: dict[str, int]) -> list[JobTable]:
 def test_what_is_said_about_a_floor_is_true() -> None:
     """Of every floor: what is called impossible is, and a way that is found gives every job the floor."""
     random, told = Random(6), 0
-    for _ in range(40):
+    for _ in range(24):
         devices = {"a": random.randint(1, 3), "b": random.randint(1, 3)}
         jobs = [random_job(random, f"j{place}", devices, (1, 3, 6)) for place in range(random.randint(2, 3))]
         try:
@@ -165,13 +165,13 @@ def test_what_is_said_about_a_floor_is_true() -> None:
             for table, row in zip(tables, devices_of or [], strict=devices_of is not None):
                 assert row is not None
                 assert (table.share(row) or 0.0) >= floor * (1 - 1e-9)
-    assert told > 50
+    assert told > 30
 
 
 def test_grouped_step_times_bound_every_sharing() -> None:
     """However few groups there are, no sharing is worth more than the bound, and what is found is what it is said to be."""
     random, close = Random(5), 0
-    for _ in range(30):
+    for _ in range(18):
         devices = {"a": random.randint(1, 3), "b": random.randint(1, 3)}
         jobs = [random_job(random, f"j{place}", devices, (5, 9, 14)) for place in range(2)]
         try:
@@ -188,7 +188,7 @@ def test_grouped_step_times_bound_every_sharing() -> None:
             close += lines < 100 and bound < 1.2 * best
         assert total == pytest.approx(best)
         assert bound == pytest.approx(best)
-    assert close > 20
+    assert close > 12
 
 
 def many(number: int, devices: dict[str, int], workers: tuple[int, ...]) -> list[Problem]:
@@ -346,7 +346,7 @@ def is_honest(some: list[Problem], devices: dict[str, int], made: JointPlan, bes
 @pytest.mark.parametrize("found", [False, True])
 @pytest.mark.parametrize("after", [0, 1, 2, 5])
 def test_several_jobs_are_optimal_only_with_a_proof(after: int, found: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for some, devices, best in small_cases()[:8]:
+    for some, devices, best in small_cases()[:5]:
         for rule, true in zip(RULES, best, strict=True):
             monkeypatch.setattr(optimize, "milp", failing(after, found=found))
             made = solve_jobs(some, devices, objective=rule, time_limit_s=10)
@@ -385,7 +385,7 @@ def test_a_larger_sum_does_not_let_a_job_wait_that_another_sharing_serves(monkey
     assert made["max-min"].value > 0
 
 
-@pytest.mark.parametrize("limit", [1e-9, 1e-3, 0.02])
+@pytest.mark.parametrize("limit", [1e-9, 0.02])
 def test_several_jobs_in_next_to_no_time(limit: float) -> None:
     for some, devices, best in small_cases():
         for rule, true in zip(RULES, best, strict=True):

@@ -258,7 +258,7 @@ offers = st.dictionaries(
 
 
 @given(offers, st.integers(1, 12), st.sampled_from([0.0, 0.01, 0.5]), st.sampled_from([0.0, 0.05, 1.0]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_figures_add_up_and_the_pick_follows_its_rule(
     offered: dict[str, tuple[int, float]], workers: int, wait_s: float, own_s: float
 ) -> None:
@@ -786,7 +786,7 @@ def fabric(link: str, nic: str, per_node: int) -> Fabric:
     st.lists(st.sampled_from([0, 0, 5, 16]), min_size=3, max_size=3),
     st.floats(0.01, 1.0),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_no_devices_reduce_sooner_than_the_bound_says(
     links: list[Fabric], least: list[int], more: list[int], rest: list[int], pass_s: float
 ) -> None:

@@ -140,7 +140,7 @@ def test_unlike_devices_end_together() -> None:
             assert it.layout.sharding != "hsdp" or all(count % it.layout.shard == 0 for count in counts.values())
 
 
-@pytest.mark.parametrize("room", [20.0, 40.0, 1000.0])
+@pytest.mark.parametrize("room", [20.0, 1000.0])
 def test_more_devices_or_memory_are_never_worse(room: float) -> None:
     """On hosts that issue ops at once: others are slower with DDP's hooks, for a model as small as this."""
 

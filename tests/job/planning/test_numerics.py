@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
+from torch import nn
 
 import ddltool as dt
 from ddltool.analyzers.job.planning.numerics import best_of, combinations
@@ -29,32 +31,16 @@ def job(**numerics: object) -> Job:
 
 def plan_of(step_s: float, price: float | None = None) -> Plan:
     option = Option(
-        strategy="bsp",
-        devices={"H100": 1},
-        compute_s=step_s,
-        iteration_s=step_s,
-        throughput=1 / step_s,
-        determinism="D0",
-        price_per_sample=price,
-    )
+        strategy="bsp", devices={"H100": 1}, compute_s=step_s, iteration_s=step_s, throughput=1 / step_s,
+        determinism="D0", price_per_sample=price,
+    )  # fmt: skip
     decision = Decision(objective="fastest", picked="bsp", baseline=option, options=[option], words=["Use it."])
     row = Assignment(device_type="H100", devices=1, ests_per_device=0, local_batch_size=8, compute_s=step_s)
     return Plan(
-        job="gpt",
-        strategy="bsp",
-        iteration_s=step_s,
-        throughput=1 / step_s,
-        max_workers=1,
-        batch_size=8,
-        assignments=[row],
-        est_count=0,
-        waste=0.0,
-        overload_factor=step_s,
-        status="feasible",
-        gap=0.0,
-        solve_seconds=0.0,
-        decision=decision,
-    )
+        job="gpt", strategy="bsp", iteration_s=step_s, throughput=1 / step_s, max_workers=1, batch_size=8,
+        assignments=[row], est_count=0, waste=0.0, overload_factor=step_s, status="feasible", gap=0.0,
+        solve_seconds=0.0, decision=decision,
+    )  # fmt: skip
 
 
 def test_the_fastest_of_the_named_is_picked_and_each_has_its_figures() -> None:
@@ -122,17 +108,27 @@ def test_types_without_a_rate_for_a_named_precision_are_left_out(cli: Cli) -> No
     assert (alone.code, alone.error_line.partition(";")[0]) == (2, "--precision: A100 has no rate for fp8")
 
 
+def convolutions(count: int, width: int) -> tuple[nn.Module, torch.Tensor]:
+    """Blocks of a convolution between batch norms, and two images."""
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1)]
+    for _ in range(count):
+        layers += [nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()), torch.zeros(2, 3, 32, 32)
+
+
 def test_a_model_of_images_is_told_what_channels_last_would_save() -> None:
     """As much as a plan with it then is faster; a model of words is told nothing of it."""
     how = {"devices": "1xA100", "batch_size": 2048, "precision": "bf16"}
-    found, last = dt.plan("zoo:resnet32", **how), dt.plan("zoo:resnet32", **how, channels_last=True)
+    images = convolutions(4, 128)
+    found, last = dt.plan(images, **how), dt.plan(images, **how, channels_last=True)
     assert found.decision is not None
     assert last.decision is not None
     saved = 1 - last.iteration_s / found.iteration_s
     assert found.decision.would_save["channels_last"] == pytest.approx(saved, abs=0.005)
     assert saved > 0.05
     assert "channels_last" not in last.decision.would_save
-    words = dt.plan("zoo:gpt_small", devices="1xA100", batch_size=16, precision="bf16")
+    text = nn.Sequential(nn.Embedding(1000, 64), nn.Linear(64, 64)), torch.zeros(2, 16, dtype=torch.long)
+    words = dt.plan(text, devices="1xA100", batch_size=16, precision="bf16")
     assert words.decision is not None
     assert "channels_last" not in words.decision.would_save
     assert last.run is not None
@@ -142,12 +138,13 @@ def test_a_model_of_images_is_told_what_channels_last_would_save() -> None:
 def test_a_small_model_is_told_that_it_waits_for_python() -> None:
     """One GPU is as fast as two there, and under DDP's hooks faster."""
     how = {"devices": "2xH100", "batch_size": 8, "precision": "bf16"}
-    found, compiled = dt.plan("zoo:resnet32", **how), dt.plan("zoo:resnet32", **how, compile=True)
+    small = convolutions(8, 32)
+    found, compiled = dt.plan(small, **how), dt.plan(small, **how, compile=True)
     for plan, helps in ((found, "a larger batch or --compile may"), (compiled, "a larger batch may")):
         assert plan.decision is not None
         assert f"{helps} gain more than devices" in plan.decision.words[1]
         assert sum(row.devices for row in plan.assignments) == 1
     for samples in (512, 8192):  # at 512 a device waits for less than a hundredth of its step
-        large = dt.plan("zoo:resnet32", devices="2xH100", batch_size=samples, precision="bf16")
+        large = dt.plan(small, devices="2xH100", batch_size=samples, precision="bf16")
         assert large.decision is not None
         assert "Python" not in large.decision.words[1]

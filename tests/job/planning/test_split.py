@@ -41,7 +41,7 @@ def problem(counts: dict[str, int], speeds: dict[str, float], workers: int = 3, 
     st.lists(st.tuples(st.integers(0, 5), st.integers(1, 6), st.integers(1, 9)), min_size=2, max_size=3),
     st.integers(1, 3),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_the_step_is_the_least_over_all_splits(shapes: list[tuple[int, int, int]], workers: int) -> None:
     names = [f"d{k}" for k in range(len(shapes))]
     curves = {
@@ -119,7 +119,7 @@ def brute_force(
     st.integers(1, 7),
 )
 @example(shapes=[(0, 2, 6, 2, 10), (0, 3, 6, 3, 1)], most=2, budget=12, single=False, total=6)  # three would be faster
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_devices_are_chosen_by_curves_and_limits(
     shapes: list[tuple[int, int, int, int, int]], most: int, budget: int | None, single: bool, total: int
 ) -> None:
@@ -166,7 +166,7 @@ def test_devices_are_chosen_by_curves_and_limits(
     st.lists(st.integers(0, 6), min_size=6, max_size=6),
     st.integers(1, 8),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_the_cost_of_synchronisation_is_seen(shapes: list[tuple[int, int, int]], grows: list[int], total: int) -> None:
     """Every number of devices has a best split of its own; the sum with what they pay decides."""
     counts = [2] * len(shapes)
@@ -223,7 +223,7 @@ def test_devices_that_cost_nothing_are_as_good_as_unpriced_ones(seed: int, kinds
 
 
 @given(st.integers(0, 10**6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_money_is_spent_where_it_buys_the_batch(seed: int) -> None:
     """A knapsack: the most samples for the price is not the most for the money. Against all numbers of devices."""
     chance = random.Random(seed)

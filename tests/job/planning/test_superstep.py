@@ -65,7 +65,7 @@ speeds = st.fractions(min_value=Fraction(1, 5), max_value=9, max_denominator=12)
     st.integers(1, 6),
     st.one_of(st.none(), st.integers(0, 4)),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_the_best_superstep_equals_enumeration(
     workers: list[tuple[Fraction, int]], lookahead: int, max_gap: int | None
 ) -> None:
@@ -85,7 +85,7 @@ measured = st.floats(0.01, 50, allow_nan=False).map(Fraction)
     st.integers(1, 40),
     st.one_of(st.none(), st.integers(0, 9)),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_the_search_on_arrays_is_exact_and_takes_the_first(
     workers: list[tuple[Fraction, int]], lookahead: int, max_gap: int | None
 ) -> None:
@@ -184,7 +184,7 @@ def by_all_devices(problem: Problem, lookahead: int, max_gap: int | None) -> Bes
     st.booleans(),
     st.sampled_from((0.0, 30.0)),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_no_other_devices_make_more(
     offers: list[tuple[int, int, int]],
     lookahead: int,

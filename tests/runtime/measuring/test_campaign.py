@@ -189,7 +189,7 @@ def test_a_line_needs_three_of_nine() -> None:
     check_profile(found.frame, "campaign")
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(flat=st.floats(0.01, 0.5), each=st.floats(1e-3, 1e-1))
 def test_what_is_skipped_is_known(flat: float, each: float) -> None:
     """A GPU's curve: flat until the batch fills it, then a line."""

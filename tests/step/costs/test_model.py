@@ -63,7 +63,7 @@ sizes = st.lists(st.integers(0, 1000), min_size=1, max_size=30)
 
 
 @given(sizes, st.integers(1, 8), st.randoms(use_true_random=False))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_channels_are_balanced_whatever_the_order_of_the_file(
     parameters: list[int], servers: int, random: object
 ) -> None:

@@ -35,17 +35,22 @@ LINK = Link(kind="plain", bytes_per_s=200e9, latency_s=5e-6)
 FABRIC = Fabric(inside=LINK, between=LINK, gpus_per_node=8)
 
 
-def decoder(batch: int = 1) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-    """The decoder of the scripts, and a batch of its tokens and targets."""
+def decoder(width: int = 256) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    """The decoder of the scripts, and a text of tokens and targets."""
     names: dict[str, Any] = {}
     exec(GPT, names)
-    tokens = torch.arange(64).repeat(batch, 1)
-    return names["Decoder"](width=256), (tokens, tokens + 1)
+    tokens = torch.arange(16)[None]
+    return names["Decoder"](width=width), (tokens, tokens + 1)
+
+
+def narrow() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    """What the CPU updates with Muon in a moment."""
+    return decoder(width=128)
 
 
 def images() -> tuple[nn.Module, tuple[Tensor, ...]]:
-    layers = [nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten()]
-    return nn.Sequential(*layers, nn.Linear(1024, 2000)), (torch.zeros(2, 3, 12, 12),)
+    layers = [nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(256, 500)), (torch.zeros(2, 3, 12, 12),)
 
 
 def step(build: Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]) -> TrainingStep:
@@ -64,7 +69,7 @@ def optimizers(name: str, module: nn.Module) -> list[torch.optim.Optimizer]:
     return [torch.optim.Muon(hidden), torch.optim.AdamW(rest, fused=True)]
 
 
-CASES = [(name, build) for name in ("muon", "adafactor") for build in (decoder, images)]
+CASES = [("muon", narrow), ("muon", images), ("adafactor", decoder), ("adafactor", images)]
 
 
 @pytest.mark.parametrize(("name", "build"), CASES)
@@ -95,7 +100,7 @@ def test_states_flops_and_peak_are_those_of_torch_s_own_update(
     assert predicted.parts["updating"] > 0  # the peak is the update's
     assert predicted.total_bytes == pytest.approx(tracked, rel=0.03)
     products = update_of(curve.traced.graph, name).kernels.flops.sum()
-    assert products == flops.get_total_flops() > 1e6
+    assert products == flops.get_total_flops() > 1e5
 
 
 def test_muon_is_as_fast_as_the_script_that_calls_it(tmp_path: Path) -> None:
@@ -175,12 +180,12 @@ def test_words_say_what_a_parameter_takes() -> None:
 
 @pytest.mark.parametrize("name", ["muon", "adafactor"])
 def test_profile_trains_with_the_optimizer_that_is_predicted(name: str) -> None:
-    module, inputs = decoder()
+    module, inputs = narrow()
     before = [parameter.detach().clone() for parameter in module.parameters()]
     backward, update = backward_and_update(module, name, "fp32", torch.device("cpu"))
     backward(module(*inputs))
     with FlopCounterMode(display=False) as flops:
         update()
     assert all(not torch.equal(old, new) for old, new in zip(before, module.parameters(), strict=True))
-    graph = measure_work(lambda: step(decoder)).traced.graph
+    graph = measure_work(lambda: step(narrow)).traced.graph
     assert flops.get_total_flops() == update_of(graph, name).kernels.flops.sum()

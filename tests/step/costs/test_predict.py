@@ -204,22 +204,16 @@ EVERY_NUMERICS = (Numerics(), Numerics("fp16"), Numerics("fp16", True), Numerics
     ("name", "numerics"),
     [
         *(("cifarnet", numerics) for numerics in EVERY_NUMERICS),
-        # Batch norm, attention: as every numerics meets every kind of layer, but the largest trace only once by default.
+        # Batch norm and attention, once each: they are large traces.
         ("resnet32", Numerics("fp16", True)),
         ("bert_small", Numerics("fp16")),
-        *(pytest.param("resnet32", each, marks=pytest.mark.slow) for each in EVERY_NUMERICS if not each.channels_last),
-        *(
-            pytest.param("bert_small", each, marks=pytest.mark.slow)
-            for each in EVERY_NUMERICS
-            if each != Numerics("fp16")
-        ),
     ],
     ids=str,
 )
 def test_one_trace_gives_every_batch(name: str, numerics: Numerics) -> None:
     known = trace_any_batch(lambda: resolve_step(f"zoo:{name}"), mode="training", numerics=numerics)
     assert known.prime is not None
-    for size in (2, 24):
+    for size in (2, 24) if name == "cifarnet" else (24,):
         direct = trace_torch(lambda: resolve_step(f"zoo:{name}"), mode="training", batch_size=size, numerics=numerics)
         agree(known.at(size), direct)
 
@@ -302,9 +296,6 @@ LINEAR = {"l": nn.Linear(32, 32)}
         (Lambda(lambda m, x: m["l"](x[: x.shape[0] // 2]), **LINEAR), (4, 32), None),
         (Lambda(lambda m, x: torch.cat([m["l"](part) for part in x.chunk(2, 0)]), **LINEAR), (4, 32), None),
         (Lambda(lambda m, x: torch.cat([m["l"](part) for part in x.split(16)]), **LINEAR), (4, 32), None),
-        pytest.param(
-            Lambda(lambda m, x: torch.stack([m["l"](row) for row in x]), **LINEAR), (4, 32), None, marks=pytest.mark.slow
-        ),
         (
             Lambda(lambda m, x: m["a" if len(x) > 32 else "b"](x), a=nn.Linear(64, 64), b=nn.Linear(64, 2)),
             (4, 64),
@@ -693,7 +684,7 @@ def test_the_backward_of_a_convolution_is_two_kernels() -> None:
     assert set(kernels.op.tolist()) <= set(np.flatnonzero(graph.kind == COMPUTE).tolist())
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(st.lists(st.tuples(st.floats(0, 1e-3), st.booleans()), min_size=1, max_size=30), st.floats(1e-6, 1e-3))
 def test_the_device_runs_behind_the_host(ops: list[tuple[float, bool]], issue_s: float) -> None:
     """A queue played by hand: the host issues one op after another, the device runs what it was given, in order."""

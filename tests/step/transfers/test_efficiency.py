@@ -439,7 +439,7 @@ def solve(problem: ShopProblem) -> int:
 
 
 @given(training_graphs(layers=2))
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_the_schedule_is_a_real_one(graph: Graph) -> None:
     found = solve_exact(graph, workers=1)
     start, end = found.timeline.start_s, found.timeline.end_s
