@@ -39,7 +39,7 @@ from ddltool.analyzers.step.costs.saving import ON_HOST, Checkpointing, Saving, 
 from ddltool.analyzers.step.costs.setting import ParallelDegrees, Placement, Setting
 from ddltool.analyzers.step.costs.sharding import Kind, Sharding
 from ddltool.analyzers.step.costs.work import WorkCurve, host_wait_s, own_sum_s, own_update_s
-from ddltool.analyzers.step.costs.wrapping import hooked, split_wait_s
+from ddltool.analyzers.step.costs.wrapping import hooked, split_wait_s, with_copies
 from ddltool.decision import Layout, OnHost, SavedOnHost
 from ddltool.errors import Infeasible, InputError
 from ddltool.graph import Graph
@@ -306,11 +306,13 @@ class LayoutFigures:
         return (passes * pass_s + sums_s + timed.own_update_s(sharding)) / self.degrees.pipeline
 
     def _hooked(self, timed: _Timed, sharding: Sharding) -> Program:
-        """Return a pass with the time that the hooks of DDP or FSDP2 take on the host; for groups, the pass without them.
+        """Return a pass with FSDP2's copies and what the hooks of DDP or FSDP2 take on the host; for groups, without either.
 
         Groups of devices have DTensor's overhead in place of the hooks': see :meth:`split_wait_s`.
         """
-        return timed.program if self.degrees.gpus > 1 else hooked(timed.program, timed.graph, sharding)
+        if self.degrees.gpus > 1:
+            return timed.program
+        return hooked(with_copies(timed.program, timed.graph, sharding), timed.graph, sharding)
 
     def _work(self, sharding: Sharding) -> WorkCurve:
         """Return the step's operations as a function of the batch size, as this sharding (and compilation) runs them."""
@@ -916,12 +918,13 @@ def _convolution_share(graph: Graph) -> float:
 
 
 def _slowed(timed: Graph, factor: float) -> Graph:
-    """Return a timed graph with the times of all operations and of the optimizer's update multiplied by ``factor``."""
+    """Return a timed graph with the times of all operations, copies and of the optimizer's update multiplied by ``factor``."""
     if factor == 1.0:
         return timed
-    update = {name: factor * float(timed.meta.get(name) or 0.0) for name in ("update_s", "update_host_s")}
+    figures = {name: factor * float(timed.meta.get(name) or 0.0) for name in ("update_s", "update_host_s")}
+    figures["memory_bytes_per_s"] = float(timed.meta.get("memory_bytes_per_s") or 0.0) / factor
     slowed = timed.with_durations(timed.duration_s * factor, timed.estimate)
-    return replace(slowed, meta={**timed.meta, **update})
+    return replace(slowed, meta={**timed.meta, **figures})
 
 
 def gib(size_bytes: float) -> str:

@@ -309,6 +309,12 @@ class CostModel:
     compiled_residuals: Residuals
     """Range for a step under ``torch.compile``."""
 
+    @property
+    def memory_bytes_per_s(self) -> float:
+        """The bytes per second that an element-wise kernel reads and writes."""
+        share = self.constants.traffic["pointwise"] * self.constants.units["memory"]
+        return self.device.free_of_codes * self.device.memory_bytes_per_s * share
+
     def step(self, graph: Graph, *, optimizer: str = "none", exchanges: Exchanges | None = None) -> PredictedStep:
         """Return the predicted time of one step of a traced graph on this device; see :func:`time_step`."""
         return time_step(graph, self.device, self.constants, optimizer=optimizer, exchanges=exchanges)
@@ -433,9 +439,10 @@ def estimate(
 
     A compute op lasts from the end of the op before it to its own end, so that an op for which the device waits for the host
     takes longer. ``meta`` gets the seconds of the update that follows the graph's ops (``update_s``), those of the host for an
-    op and for all of the graph (``issue_s``, ``issued_s``), and the factors on the prediction between which 80 % of
-    measurements are expected (``error_low``, ``error_high``), among other figures of :class:`PredictedStep`. Transfers are
-    spread over ``network.parameter_servers`` channels; see :func:`assign_channels`.
+    op and for all of the graph (``issue_s``, ``issued_s``), the bytes that the device reads and writes per second
+    (``memory_bytes_per_s``), and the factors on the prediction between which 80 % of measurements are expected (``error_low``,
+    ``error_high``), among other figures of :class:`PredictedStep`. Transfers are spread over ``network.parameter_servers``
+    channels; see :func:`assign_channels`.
 
     ``optimizer``: a name of ``OPTIMIZERS``, whose update follows. ``exchanges``: the collectives of a step on several devices;
     None: the step runs on one.
@@ -467,6 +474,7 @@ def estimate(
         "pass_host_s": step.pass_host_s,
         "issue_s": model.constants.issue_s,
         "issued_s": float(step.issue_s.sum()),
+        "memory_bytes_per_s": model.memory_bytes_per_s,
         "update_s": step.update_s,
         "update_host_s": step.update_host_s,
         **_whole_matrices(graph, optimizer),

@@ -32,6 +32,7 @@ from ddltool.analyzers.step.costs.setting import ParallelDegrees, Placement, Set
 from ddltool.analyzers.step.costs.sharding import Sharding
 from ddltool.analyzers.step.costs.tensor_parallel import Rank, rank_of
 from ddltool.analyzers.step.costs.work import StepSeconds, WorkCurve, gathered_matrices_s, own_update_s
+from ddltool.analyzers.step.costs.wrapping import copied_s
 from ddltool.analyzers.step.recording.torch_costs import tensors_of, value_of
 from ddltool.analyzers.step.tracing.torch_adapter import TracedStep
 from ddltool.arrays import Floats, Ints
@@ -210,7 +211,7 @@ class ParallelCurve(WorkCurve):
         # The schedule without what replicas exchange.
         forward_s, backward_s = stages.seconds(graph)
         trained_bytes = stages.trained_bytes(size)  # by piece
-        bytes_per_s = _memory_rate(model)
+        bytes_per_s = model.memory_bytes_per_s
         # Each backward pass adds its gradients to the buffer, whose sums are read and written.
         backward_s = backward_s + 2.0 * stages.summed_share * trained_bytes / bytes_per_s
         transfer_s = stages.transfer_s(size, setting.fabric, placement)
@@ -480,6 +481,8 @@ class Stages:
         factor = np.ones(self.pieces)
         for stage in range(self.layout.pipeline):
             root, units = self.units(stage, graph, size)
+            root = _with_copies(root, graph, reshards=False)  # the root stays gathered
+            units = [_with_copies(unit, graph, sharding.reshards) for unit in units]
             pass_s = simulate_fsdp(root, units, group, 1, 1, reshard=sharding.reshards, near=near).step_s
             pieces = slice(stage, None, self.layout.pipeline)  # of this stage's GPU
             factor[pieces] = pass_s / float(passes_s[pieces].sum())
@@ -539,6 +542,16 @@ class Stages:
         held.add("gradients", made, made + 2, size[is_gradient])
         held.add("gradients", 0, held.places, self.summed_share * trained_bytes)
         held.add("optimizer", 0, held.places, copies * trained_bytes / shard)
+
+
+def _with_copies(unit: Unit, graph: Graph, reshards: bool) -> Unit:
+    """Return a unit of FSDP2 with the time of its copies; ``reshards``: whether it is gathered again for its backward pass.
+
+    ``graph``: with times; see :func:`copied_s`.
+    """
+    gathered_bytes, gradient_bytes = np.array([unit.size_bytes, unit.size_bytes]), np.array([0.0, unit.gradient_bytes])
+    forward_s, backward_s = copied_s(gathered_bytes, gradient_bytes, np.array([1.0, float(reshards)]), graph)
+    return replace(unit, forward_s=unit.forward_s + forward_s, backward_s=unit.backward_s + backward_s)
 
 
 def replica_group(fabric: Fabric, layout: ParallelDegrees, replicas: int, sharding: Sharding) -> Communicator:
@@ -653,9 +666,3 @@ def _order(stage: int, pipeline: int, virtual: int, passes: int) -> Sequence[tup
             order.append(pass_at(step + warm_up, True))
         order.append(pass_at(step, False))
     return order
-
-
-def _memory_rate(model: CostModel) -> float:
-    """Return the bytes per second that an element-wise kernel reads and writes on a device."""
-    share = model.constants.traffic["pointwise"] * model.constants.units["memory"]
-    return model.device.free_of_codes * model.device.memory_bytes_per_s * share

@@ -32,7 +32,7 @@ from ddltool.analyzers.step.costs.saving import SavedOps, Saving
 from ddltool.analyzers.step.costs.setting import Placement, Setting
 from ddltool.analyzers.step.costs.sharding import Sharding
 from ddltool.analyzers.step.costs.traced_lifetimes import lifetimes_of
-from ddltool.analyzers.step.costs.wrapping import hooked
+from ddltool.analyzers.step.costs.wrapping import hooked, with_copies
 from ddltool.analyzers.step.tracing.adapters import with_lora
 from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.analyzers.step.tracing.sources import Source, demand_whole, is_graph_file, is_onnx_file, resolve_step
@@ -194,6 +194,7 @@ class WorkCurve:
         ``model`` and ``batch_size`` matter only where shards lie on the host, for the copies to and from it.
         """
         sharding = setting.sharded(placement.num_replicas)
+        program = with_copies(program, graph, sharding)
         program_with_hooks = hooked(program, graph, sharding)
         update_s = own_update_s(graph, sharding)
         sums_s = (setting.accumulation - 1) * own_sum_s(graph, sharding)

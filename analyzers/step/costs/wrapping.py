@@ -1,4 +1,8 @@
-"""What DDP, FSDP2 and DTensor make the host do: hooks on modules and gradients, which bound the steps of small models.
+"""What DDP, FSDP2 and DTensor make host and device do beside the step's own ops.
+
+The host runs hooks on modules and gradients, which bound the steps of small models. The device copies: FSDP2 gathers a unit's
+parameters into one buffer and copies them out of it, and copies gradients into the buffer that it reduces, all on the stream
+that computes (torch's ``_fsdp_collectives.py``), so that no other work hides them.
 
 FSDP2 runs Python before and after each block, forward and backward: streams, buffers and views of every parameter. DDP's hooks
 are C++ and far cheaper. Their time is told in ops that the host issues, whose seconds a device's constants have. As measured by
@@ -11,9 +15,14 @@ do not. Start at :func:`hooked`.
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
+
 from ddltool.analyzers.step.communication.fsdp import block_container, block_of
 from ddltool.analyzers.step.communication.program import Program, stretched
 from ddltool.analyzers.step.costs.sharding import Sharding
+from ddltool.arrays import Floats
 from ddltool.graph import SEND, Graph
 
 # How much hooks cost the host in one pass, each counted as so many ops that the host issues. FSDP2: for each unit (what is
@@ -61,13 +70,47 @@ def split_wait_s(graph: Graph, passes: int, pipeline: int, busy_s: float) -> flo
     return max(0.0, passes * pass_host_s / pipeline - busy_s)
 
 
+def with_copies(program: Program, graph: Graph, sharding: Sharding) -> Program:
+    """Return a pass with the time of FSDP2's copies, taken to be spread evenly over it; without FSDP2 ``program`` itself.
+
+    Parameters are copied once for each all-gather: of blocks twice where they are freed after their forward pass, of the root
+    (what lies outside all blocks) once. ``graph``: that of the same pass, with times; its ``meta`` has the device's rate.
+    """
+    if not sharding.gathers:
+        return program
+    container = block_container(program.held, program.held_bytes.tolist())
+    is_in_block = np.array(
+        [container is not None and bool(block_of(name, container)) for name in program.held], dtype=bool
+    )
+    gradients = dict(zip(program.parameters, program.size_bytes.tolist(), strict=True))
+    gradient_bytes = np.array([gradients.get(name, 0.0) for name in program.held])
+    gathers = np.where(is_in_block & sharding.reshards, 2.0, 1.0)
+    copies_s = copied_s(program.held_bytes, gradient_bytes, gathers, graph)
+    return stretched(program, program.compute_s + float(copies_s.sum()))
+
+
+def copied_s(gathered_bytes: Floats, gradient_bytes: Floats, gathers: Floats | float, graph: Graph) -> Floats:
+    """Return (q,) the seconds in which FSDP2 copies each parameter, or unit of them, out of and into its buffers.
+
+    Args:
+        gathered_bytes: (q,) bytes in the type in which parameters are gathered and computed with.
+        gradient_bytes: (q,) bytes of gradients in the type in which they are reduced; 0 for none. They come in the other.
+        gathers: how often each parameter is gathered.
+        graph: a graph with times, whose ``meta`` has the bytes that the device reads and writes per second.
+    """
+    bytes_per_s = float(graph.meta.get("memory_bytes_per_s") or math.inf)
+    into_bytes = np.where(gradient_bytes > 0, gathered_bytes + gradient_bytes, 0.0)
+    seconds: Floats = (2.0 * gathers * gathered_bytes + into_bytes) / bytes_per_s
+    return seconds
+
+
 def hooked(program: Program, graph: Graph, sharding: Sharding) -> Program:
     """Return a pass with the hooks of a sharding: ``program`` itself, or stretched where the host with its hooks is slower.
 
     The hooks are taken to be spread evenly over the pass, so that all times in it are scaled alike.
 
     Args:
-        program: the pass without hooks.
+        program: the pass without hooks, with FSDP2's copies.
         graph: the graph of the same pass, with times; its ``meta`` has the host's seconds for an op (``issue_s``) and for
             the whole pass (``issued_s``).
         sharding: how the replicas share parameters.
