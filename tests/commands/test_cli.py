@@ -368,10 +368,11 @@ def test_a_command_of_earlier_versions_says_its_new_name(cli: Cli) -> None:
 
 OPTIONS = {
     "predict": (
-        "accumulation attention bandwidth batch-sizes channels-last checkpointing compile device devices-file "
+        "accumulation async-tensor-parallel attention bandwidth batch-sizes channels-last checkpointing compile device "
+        "devices-file "
         "gpus-per-node json "
         "keep-files latency limit link local-bandwidth local-latency lora nccl-tests nic optimizer output "
-        "async-tensor-parallel pipeline-parallel precision replicas sequence-length sequence-parallel sharding tensor-parallel "
+        "pipeline-parallel precision replicas sequence-length sequence-parallel sharding tensor-parallel "
         "virtual-stages"
     ),
     "profile": (
