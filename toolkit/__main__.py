@@ -24,6 +24,9 @@ def main() -> None:
     interrupts.mark_reported()  # run() has told the user of an interruption, if there was one
     # The interpreter looks through all of them again before it ends, which takes a second of a command that has loaded torch.
     gc.freeze()
+    # An interruption in the midst of exec() with a text, by which dataclasses make their methods, is kept in mind by the
+    # interpreter, which would end by SIGINT whatever the exit code; another text takes it back.
+    exec("")
     # 130 is any interruption; a signal that came says whether it was Ctrl-C (130) or SIGTERM (143).
     raise SystemExit(interrupts.exit_code() if code == 130 else code)
 

@@ -106,3 +106,16 @@ def test_a_signal_in_the_middle(place: Path, tmp_path: Path, name: str, sent: st
     assert not any(Path(path).exists() for path in shared)
     assert set(os.listdir(place)) - {"begun", "__pycache__"} == before - {"__pycache__"}
     assert [name for name in os.listdir(tmp_path) if not name.startswith("torchinductor")] == []  # torch's own cache
+
+
+def test_an_interruption_within_a_text_that_is_executed_ends_by_its_code(tmp_path: Path) -> None:
+    """The interpreter of ``python -m`` would else end by SIGINT, as after a KeyboardInterrupt that nobody caught."""
+    text = "import signal; signal.raise_signal(signal.SIGTERM)"
+    (tmp_path / "interrupted.py").write_text(
+        "import ddltool.__main__, ddltool.commands.main as commands\n"
+        f"commands.app = lambda **_: exec({text!r})\n"
+        "ddltool.__main__.main()\n"
+    )
+    command = [sys.executable, "-m", "interrupted"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (143, "error: interrupted\n")
