@@ -157,12 +157,14 @@ def issued(node: Node) -> Issued:
     if name in op_rules.FREE or (is_operator and target.is_view) or _is_fused_cast(node, name):
         return Issued(name, free=True, pointwise=False, output=tuple(map(sized, output)))
     arguments = map_arg(arguments_by_name(target, node.args, node.kwargs), lambda argument: argument.meta.get("val"))
-    inputs = tensors_of(arguments)
+    inputs = tensors_of([value for argument, value in arguments.items() if argument != "out"])  # which is written alone
     if is_operator and not target._schema.returns:  # an update in place: what it writes is among its arguments
         written = _written_names(target)
         if name.startswith("_fused_") and arguments.get("grad_scale") is None:
             written.remove("grads")  # a fused optimizer writes gradients only where it has to unscale them
         output = tensors_of([arguments.get(argument) for argument in written])
+    if name == "all_gather_copy_in":  # FSDP2 copies a process's shards into its own part of the buffer that it gathers
+        inputs, output = tensors_of(arguments["all_gather_inputs"]), output[:1]
     if name in _CASTS_INPUT | _CASTS_RESULT:
         inputs, output = _without_casts(node, inputs, output)
     return Issued(

@@ -22,6 +22,7 @@ from ddltool.analyzers.step.costs.setting import Setting
 from ddltool.analyzers.step.costs.sharding import Sharding
 from ddltool.analyzers.step.costs.work import work_of
 from ddltool.analyzers.step.costs.wrapping import hook_ops, with_copies
+from ddltool.analyzers.step.recording.command import record
 from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.shipped import calibration, devices
 from tests.helpers.processes import as_job
@@ -88,6 +89,36 @@ def test_copies_are_those_of_torch_s_own_operators(kind: Literal["fsdp", "zero2"
     program = program_of(graph)
     copies_s = with_copies(program, graph, sharding).compute_s - program.compute_s
     assert copies_s * model.memory_bytes_per_s == pytest.approx(int(printed))
+
+
+SHARDED = """
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+torch.distributed.init_process_group("nccl")
+model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4))).cuda()
+for block in model:
+    fully_shard(block)
+fully_shard(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(4):
+    model(torch.randn(8, 64).cuda()).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_recorded_script_copies_as_many_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process copies its half of each block into the buffer, forward and backward, and all of it out."""
+    (tmp_path / "train.py").write_text(SHARDED)
+    monkeypatch.chdir(tmp_path)
+    graph = record(["torchrun", "--nproc-per-node", "2", "train.py"])
+    names = np.array([op_type.rpartition(".")[2] for op_type in graph.op_type])
+    moved = {name: graph.size_bytes[names == name].sum() for name in set(names)}
+    block = 4 * (64 * 64 + 64)  # bytes in float32
+    assert moved["all_gather_copy_in"] == 4 * 2 * (2 * block / 2)
+    assert moved["split_with_sizes_copy"] == 4 * 2 * (2 * block)
+    assert moved["chunk_cat"] == 4 * (2 * block)
 
 
 def test_small_models_wait_for_hooks_and_large_ones_do_not() -> None:
