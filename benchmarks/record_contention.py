@@ -14,12 +14,12 @@ import argparse
 import multiprocessing
 import os
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ddltool.analyzers.step.tracing.step import TrainingStep
 from ddltool.runtime.measuring.watch import WatchRequest, record, write_rows
 
 BATCH = 384
@@ -27,26 +27,18 @@ LASTING_S, SPIKE_S = (6.0, 20.0), (0.2, 0.6)
 SWEPT_BYTES = 600 * 2**20
 
 
-@dataclass(frozen=True)
-class DigitsStep:
-    """A module, its inputs and the loss of its output: what the resolver of a watched source returns."""
-
-    module: Any
-    inputs: tuple[Any, ...]
-    loss: Any
-
-
-def digits_step(source: str, batch: int) -> DigitsStep:
+def digits_step(source: str, batch: int) -> TrainingStep:
     """The training step: a three-layer network on digits; ``source`` is not used."""
     import torch
     from sklearn.datasets import load_digits
     from torch import nn
+    from torch.nn import functional as F
 
     images, labels = load_digits(return_X_y=True)
     x = torch.tensor(images[:batch] / 16.0, dtype=torch.float32)
     y = torch.tensor(labels[:batch])
     module = nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 512), nn.ReLU(), nn.Linear(512, 10))
-    return DigitsStep(module, (x,), lambda output: nn.functional.cross_entropy(output, y))
+    return TrainingStep(name="digits", module=module, inputs=(x,), loss=lambda output: F.cross_entropy(output, y))
 
 
 def schedule(seed: int, span_s: tuple[float, float], gap_s: float, until_s: float = 900.0) -> list[tuple[float, float]]:
