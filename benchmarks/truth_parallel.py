@@ -55,6 +55,8 @@ ddltool plan transformers:meta-llama/Llama-2-7b-hf --devices 128xA100-80GB --nic
     --optimizer adamw --sequence-length 4096 --batch-size 256
 ddltool plan transformers:meta-llama/Llama-2-13b-hf --devices 128xA100-80GB --nic 400Gbit --precision bf16 \\
     --optimizer adamw --sequence-length 4096 --batch-size 128
+ddltool plan transformers:meta-llama/Meta-Llama-3-70B --devices 64xH100 --nic 8x400Gbit --precision fp8 --compile \\
+    --optimizer adamw --sequence-length 8192 --batch-size 256
 ```
 
 - Llama-3-70B on 64 GB200 in FP8: NVIDIA's FSDP is the first (8.19 s predicted, 7.52 to 8.11 measured).
@@ -62,8 +64,8 @@ ddltool plan transformers:meta-llama/Llama-2-13b-hf --devices 128xA100-80GB --ni
 - Llama-2-13B on 128 A100: fms-fsdp's HSDP without checkpointing is not among the best three, which are FSDP2 without
   resharding (1.81 s), alone and with TP 2 or 4.
 - Llama-3-70B on 64 H100 in FP8: NVIDIA's TP 4 x PP 8 is not among the best three, FSDP2 (20.9 s) and FSDP2 with TP 2 or 4
-  (22.0, 22.4 s) are. With NVIDIA's asynchronous exchanges it is predicted 17 % slower than it was, without any about as it
-  was."""
+  (22.0, 22.4 s) are. With asynchronous exchanges NVIDIA's is
+  predicted 17 % slower than it was."""
 # Llama by the name of its size: width, heads, heads of keys and values, hidden width, blocks.
 LLAMAS = {
     "llama3-8b": (4096, 32, 8, 14336, 32),

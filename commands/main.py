@@ -188,10 +188,10 @@ def _with_command(arguments: Sequence[str] | None) -> Sequence[str] | None:
     that records nothing, are returned unchanged; None: those of this process.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
-    command = next((word for word in words if not word.startswith("-")), None)  # behind options such as -q
-    if "--" not in words or words.index("--") >= len(words) - 1 or command not in _RECORDING:
+    position = words.index("--") if "--" in words else len(words)
+    command = next((word for word in words[:position] if not word.startswith("-")), None)  # behind options such as -q
+    if position >= len(words) - 1 or command not in _RECORDING:
         return arguments
-    position = words.index("--")
     return [*words[:position], "--", f"-- {shlex.join(words[position + 1 :])}"]
 
 

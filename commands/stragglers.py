@@ -9,7 +9,16 @@ from ddltool.analyzers.answers.reporting.telemetry_section import stragglers_sec
 from ddltool.analyzers.job.diagnosing import diagnosis, operations
 from ddltool.analyzers.job.diagnosing.traces import of_traces
 from ddltool.analyzers.step.measured.ranks import RankSteps, of_telemetry
-from ddltool.artifacts import check_outputs, demand_once, ending, read_text, to_json, write_text
+from ddltool.artifacts import (
+    LONGEST_STREAM,
+    check_outputs,
+    demand_once,
+    ending,
+    read_bytes,
+    to_json,
+    write_bytes,
+    write_text,
+)
 from ddltool.commands.options import within
 from ddltool.commands.output import finish, note, progress
 from ddltool.errors import InputError
@@ -115,7 +124,7 @@ def _write_feeds(run: RankSteps, batch_size: int, feeds: diagnosis.Feeds, teleme
         lines = [",".join(f"{value:.9g}" for value in row) for row in rows]
         write_text(path, "\n".join([header, *lines]) + "\n")
     if telemetry_files:
-        write_text(feeds.telemetry, read_text(telemetry_files[0]))
+        write_bytes(feeds.telemetry, read_bytes(telemetry_files[0], LONGEST_STREAM))
         return
     telemetry_lines = [to_json(row, indent=None) for row in diagnosis.telemetry(run, batch_size)]
     write_text(feeds.telemetry, "".join(telemetry_lines))

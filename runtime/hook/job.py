@@ -101,10 +101,13 @@ def planned_for(config: str | os.PathLike[str], model: nn.Module) -> tuple[str, 
 
 def submodules(model: nn.Module, names: Collection[str], where: str) -> dict[str, Any]:
     """Return the modules of ``model`` with these names, by name. Raises InputError, about ``where``, if it lacks one."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    if missing := [name for name in names if name not in modules]:
-        raise InputError(where, f"the model has no module {missing[0]!r}", "trace and plan this model")
-    return {name: modules[name] for name in names}
+    modules = {}
+    for name in names:
+        try:
+            modules[name] = model.get_submodule(name)
+        except AttributeError:
+            raise InputError(where, f"the model has no module {name!r}", "trace and plan this model") from None
+    return modules
 
 
 def check_model(model: nn.Module, job: DistributedJob) -> None:

@@ -268,17 +268,20 @@ def powers(job: Job, where: str) -> dict[str, float]:
 def with_rates(job: Job, where: str, tell: Tell) -> Job:
     """Return a job of a model without the device types whose datasheets have no rate for its precision, and tell which.
 
-    The job is returned as it is where no type would be left. ``where``: the file that errors name.
+    Types whose speed the job gives or measured stay. The job is returned as it is where no type would be left. ``where``: the
+    file that errors name.
     """
     linears = precision_of(job.precision).linears
     if not linears or not traceable(job):
         return job
     table = devices_of(job, where)
-    specs = {offer.type: table.find(offer.type) for offer in job.devices}
+    offered_types = [offer.type for offer in job.devices if offer.count]
+    predicted = [offer.type for offer in job.devices if not (offer.capability_per_s or offer.profile or offer.goodput)]
+    specs = {name: table.find(name) for name in offered_types if name in predicted}
     lacking = [name for name, device in specs.items() if device is not None and linears not in device.peak_flops]
-    if not lacking or len(lacking) == len(specs):
+    if not lacking or len(lacking) == len(offered_types):
         return job
-    tell(f"note: {' and '.join(lacking)} left out with {job.precision}, for which the datasheet has no rate")
+    tell(f"note: {' and '.join(lacking)} left out: no rate for {job.precision} in the datasheet")
     return job.model_copy(update={"devices": [offer for offer in job.devices if offer.type not in lacking]})
 
 

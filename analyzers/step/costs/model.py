@@ -20,7 +20,7 @@ from ddltool.analyzers.step.costs.kernel_times import DATASHEET, UNITS, Constant
 from ddltool.analyzers.step.costs.kernels import kernels_of, memory_kernels
 from ddltool.analyzers.step.costs.optimizers import OPTIMIZERS, parameters_of, update_of
 from ddltool.analyzers.step.recording.op_rules import CLASS, class_of
-from ddltool.arrays import Flags, Floats
+from ddltool.arrays import Floats
 from ddltool.calibration import CalibrationTable, Residuals
 from ddltool.device import GIVEN, Device, Generation, Network, name_key
 from ddltool.graph import COMPUTE, SEND, Estimate, Graph, assign_channels
@@ -39,8 +39,8 @@ _DETACH = "aten.detach"
 # The time that the wrapper of a compiled step takes to launch a kernel, over that of an op in eager mode, which goes through
 # Python, autograd and the dispatcher. Fused ops and views then cost the host nothing.
 WRAPPED = 0.4
-# Of the time that products and collectives would save if neither slowed the other down, what they save: the median of the
-# gains that torchtitan published of asynchronous tensor parallelism (benchmarks/truth_parallel.py).
+# Of the time that products and collectives would save if neither slowed the other down, what they save: the share that fits
+# the gains that torchtitan published of asynchronous tensor parallelism (benchmarks/truth_parallel.py).
 _OVERLAPPED = 0.5
 # The default optimizer of predictions, plans and traces alike.
 OPTIMIZER = "adam"
@@ -152,16 +152,16 @@ class Exchanges:
     pieces: int = 1
     """In how many pieces products and ``overlapped_s`` are divided for that; a piece is sent once it is computed."""
 
-    def waits_s(self, op_s: Floats, is_product: Flags) -> Floats:
+    def waits_s(self, op_s: Floats, op_type: Sequence[str]) -> Floats:
         """Return (n,) the seconds for which the device waits after each op.
 
         Half of an overlapped collective (the reduce-scatter) runs beside the products since the one before it, half (the
         all-gather) beside those before the next. Both are divided into pieces, so that all but one piece of the shorter could
-        be hidden; ``_OVERLAPPED`` of that is. ``op_s``: (n,) seconds of the ops; ``is_product``: (n,) which of them are matrix
-        products.
+        be hidden; ``_OVERLAPPED`` of that is. ``op_s``, ``op_type``: (n,) seconds and types of the ops, as of a graph.
         """
         if self.overlapped_s is None or not self.overlapped_s.any():
             return self.seconds
+        is_product = np.array([class_of(name) == CLASS["matrix_product"] for name in op_type], dtype=bool)
         places = np.flatnonzero(self.overlapped_s)
         halves_s = self.overlapped_s[places] / 2
         # between two collectives, and before the first and after the last
@@ -170,7 +170,7 @@ class Exchanges:
         shorter_s = np.minimum(products_s, collectives_s)
         exposed_s = collectives_s - _OVERLAPPED * shorter_s * (1 - 1 / self.pieces)
         waits_s = self.seconds.copy()
-        np.add.at(waits_s, [*places, -1], exposed_s)
+        np.add.at(waits_s, [*places, places[-1]], exposed_s)
         return waits_s
 
 
@@ -199,8 +199,7 @@ def time_step(
     op_s = kernels.per_op(kernels_s)
     waits_s = np.zeros(len(op_s))
     if exchanges is not None:
-        is_product = np.array([class_of(op_type) == CLASS["matrix_product"] for op_type in graph.op_type], dtype=bool)
-        waits_s = exchanges.waits_s(op_s, is_product)
+        waits_s = exchanges.waits_s(op_s, graph.op_type)
     op_s = op_s + waits_s
     issue_s = _issue_s(graph, op_s, constants) + constants.issue_s * (waits_s > 0)
     # The same of the update that follows the graph's ops.

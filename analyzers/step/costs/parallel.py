@@ -32,7 +32,7 @@ from ddltool.analyzers.step.costs.setting import ParallelDegrees, Placement, Set
 from ddltool.analyzers.step.costs.sharding import Sharding
 from ddltool.analyzers.step.costs.tensor_parallel import Rank, rank_of
 from ddltool.analyzers.step.costs.work import StepSeconds, WorkCurve, gathered_matrices_s, own_update_s
-from ddltool.analyzers.step.costs.wrapping import copied_s
+from ddltool.analyzers.step.costs.wrapping import copy_rate
 from ddltool.analyzers.step.recording.torch_costs import tensors_of, value_of
 from ddltool.analyzers.step.tracing.torch_adapter import TracedStep
 from ddltool.arrays import Floats, Ints
@@ -176,7 +176,7 @@ class ParallelCurve(WorkCurve):
         is_divided = np.array(
             [self.layout.sequence and not exchange.whole for exchange in stages.rank.exchanges], dtype=bool
         )
-        if is_divided.any():
+        if is_divided.any():  # which an empty array is not
             divided_s = group.reduce_scatter_s(exchanged_bytes) + group.all_gather_s(exchanged_bytes)
             seconds = np.where(is_divided, divided_s, seconds)
         index_of = {name: index for index, name in enumerate(graph.names)}
@@ -214,9 +214,12 @@ class ParallelCurve(WorkCurve):
         bytes_per_s = model.memory_bytes_per_s
         # Each backward pass adds its gradients to the buffer, whose sums are read and written.
         backward_s = backward_s + 2.0 * stages.summed_share * trained_bytes / bytes_per_s
+        sharding = setting.sharded(placement.num_replicas)
+        if sharding.gathers and placement.num_replicas > 1:
+            copied_forward_s, copied_backward_s = stages.copied_s(graph, size, sharding)
+            forward_s, backward_s = forward_s + copied_forward_s, backward_s + copied_backward_s
         transfer_s = stages.transfer_s(size, setting.fabric, placement)
         alone_s = float(play(forward_s, backward_s, layout.pipeline, setting.accumulation, transfer_s).max())
-        sharding = setting.sharded(placement.num_replicas)
         update_s = own_update_s(graph, sharding) * stages.trained_share(size)
         if stages.has_copies and not sharding.gathers:
             passes = _NORM_AND_CAST / sharding.shard + _ZEROED
@@ -459,6 +462,35 @@ class Stages:
         )
         return root, units
 
+    def _copies_s(self, units: Sequence[Unit], graph: Graph, reshards: bool) -> list[tuple[float, float]]:
+        """Return the seconds of FSDP2's copies of each unit in its forward and in its backward pass; see :func:`with_copies`.
+
+        ``units``: the root, then the blocks. ``reshards``: whether blocks are gathered again for their backward pass.
+        """
+        bytes_per_s = copy_rate(graph)
+        computed = (
+            1.0 + 1.0 / self.lifetimes.kept_share
+        )  # bytes of gradients as computed and as reduced, over the latter
+        return [
+            (
+                2.0 * unit.size_bytes / bytes_per_s,
+                (2.0 * unit.size_bytes * (reshards and number > 0) + computed * unit.gradient_bytes) / bytes_per_s,
+            )
+            for number, unit in enumerate(units)
+        ]
+
+    def copied_s(self, graph: Graph, size: Floats, sharding: Sharding) -> tuple[Floats, Floats]:
+        """Return (pieces,) the seconds of FSDP2's copies in each piece's forward pass, and those in its backward pass.
+
+        The pieces of a stage are taken to share them evenly. The arguments are those of :meth:`fsdp_factor`.
+        """
+        seconds = np.zeros((2, self.pieces))
+        for stage in range(self.layout.pipeline):
+            root, blocks = self.units(stage, graph, size)
+            copies_s = np.array(self._copies_s([root, *blocks], graph, sharding.reshards)).sum(axis=0)
+            seconds[:, stage :: self.layout.pipeline] = copies_s[:, None] / self.layout.virtual
+        return seconds[0], seconds[1]
+
     def fsdp_factor(
         self,
         passes_s: Floats,
@@ -480,9 +512,12 @@ class Stages:
         """
         factor = np.ones(self.pieces)
         for stage in range(self.layout.pipeline):
-            root, units = self.units(stage, graph, size)
-            root = _with_copies(root, graph, reshards=False)  # the root stays gathered
-            units = [_with_copies(unit, graph, sharding.reshards) for unit in units]
+            root, blocks = self.units(stage, graph, size)
+            copies_s = self._copies_s([root, *blocks], graph, sharding.reshards)
+            root, *units = (
+                replace(unit, forward_s=unit.forward_s + forward_s, backward_s=unit.backward_s + backward_s)
+                for unit, (forward_s, backward_s) in zip([root, *blocks], copies_s, strict=True)
+            )
             pass_s = simulate_fsdp(root, units, group, 1, 1, reshard=sharding.reshards, near=near).step_s
             pieces = slice(stage, None, self.layout.pipeline)  # of this stage's GPU
             factor[pieces] = pass_s / float(passes_s[pieces].sum())
@@ -542,16 +577,6 @@ class Stages:
         held.add("gradients", made, made + 2, size[is_gradient])
         held.add("gradients", 0, held.places, self.summed_share * trained_bytes)
         held.add("optimizer", 0, held.places, copies * trained_bytes / shard)
-
-
-def _with_copies(unit: Unit, graph: Graph, reshards: bool) -> Unit:
-    """Return a unit of FSDP2 with the time of its copies; ``reshards``: whether it is gathered again for its backward pass.
-
-    ``graph``: with times; see :func:`copied_s`.
-    """
-    gathered_bytes, gradient_bytes = np.array([unit.size_bytes, unit.size_bytes]), np.array([0.0, unit.gradient_bytes])
-    forward_s, backward_s = copied_s(gathered_bytes, gradient_bytes, np.array([1.0, float(reshards)]), graph)
-    return replace(unit, forward_s=unit.forward_s + forward_s, backward_s=unit.backward_s + backward_s)
 
 
 def replica_group(fabric: Fabric, layout: ParallelDegrees, replicas: int, sharding: Sharding) -> Communicator:

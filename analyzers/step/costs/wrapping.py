@@ -10,19 +10,19 @@ are C++ and far cheaper. Their time is told in ops that the host issues, whose s
 block of FSDP2 takes 0.4 to 1.1 ms, and each of its parameters 0.06 to 0.12 ms: between 20 and 100 ops a block, of which about
 the middle is taken: in ops and not in seconds, so that a faster host is faster in both. A linear layer that a tensor parallel
 group shares as ``emit`` writes it passes through DTensor, which takes two thirds as long as a block's hooks; Megatron's layers
-do not. Start at :func:`hooked`.
+do not. Start at :func:`with_copies` and :func:`hooked`.
 """
 
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import numpy as np
 
 from ddltool.analyzers.step.communication.fsdp import block_container, block_of
 from ddltool.analyzers.step.communication.program import Program, stretched
 from ddltool.analyzers.step.costs.sharding import Sharding
-from ddltool.arrays import Floats
 from ddltool.graph import SEND, Graph
 
 # How much hooks cost the host in one pass, each counted as so many ops that the host issues. FSDP2: for each unit (what is
@@ -45,8 +45,7 @@ def hook_ops(program: Program, sharding: Sharding) -> float:
         return 0.0
     if not sharding.gathers:
         return _REDUCED_PARAMETER * parameters
-    container = block_container(program.held, program.held_bytes.tolist())
-    blocks = {block_of(name, container) for name in program.held} - {""} if container is not None else set()
+    blocks = {*_blocks_of(program.held, tuple(program.held_bytes.tolist()))} - {""}
     units = len(blocks) + 1  # each block, and the root: what lies outside all blocks
     return _UNIT * units + _SHARDED_PARAMETER * parameters
 
@@ -73,35 +72,30 @@ def split_wait_s(graph: Graph, passes: int, pipeline: int, busy_s: float) -> flo
 def with_copies(program: Program, graph: Graph, sharding: Sharding) -> Program:
     """Return a pass with the time of FSDP2's copies, taken to be spread evenly over it; without FSDP2 ``program`` itself.
 
-    Parameters are copied once for each all-gather: of blocks twice where they are freed after their forward pass, of the root
-    (what lies outside all blocks) once. ``graph``: that of the same pass, with times; its ``meta`` has the device's rate.
+    Parameters are copied out of a buffer once for each all-gather: of blocks twice where they are freed after their forward
+    pass, of the root (what lies outside all blocks) once. Gradients come in the type of the gathered parameter and are copied
+    in the type in which they are reduced. ``graph``: that of the same pass, with times.
     """
     if not sharding.gathers:
         return program
-    container = block_container(program.held, program.held_bytes.tolist())
-    is_in_block = np.array(
-        [container is not None and bool(block_of(name, container)) for name in program.held], dtype=bool
-    )
-    gradients = dict(zip(program.parameters, program.size_bytes.tolist(), strict=True))
-    gradient_bytes = np.array([gradients.get(name, 0.0) for name in program.held])
-    gathers = np.where(is_in_block & sharding.reshards, 2.0, 1.0)
-    copies_s = copied_s(program.held_bytes, gradient_bytes, gathers, graph)
-    return stretched(program, program.compute_s + float(copies_s.sum()))
+    blocks = _blocks_of(program.held, tuple(program.held_bytes.tolist()))
+    gathers = np.array([2.0 if block and sharding.reshards else 1.0 for block in blocks])
+    is_trained = np.isin(program.held, program.parameters)
+    gradient_bytes = program.held_bytes[is_trained].sum() + program.size_bytes.sum()
+    copied_bytes = float(2.0 * (gathers * program.held_bytes).sum() + gradient_bytes)  # read and written
+    return stretched(program, program.compute_s + copied_bytes / copy_rate(graph))
 
 
-def copied_s(gathered_bytes: Floats, gradient_bytes: Floats, gathers: Floats | float, graph: Graph) -> Floats:
-    """Return (q,) the seconds in which FSDP2 copies each parameter, or unit of them, out of and into its buffers.
+def copy_rate(graph: Graph) -> float:
+    """Return the bytes per second that the device of a graph with times reads and writes together; infinite if not known."""
+    return float(graph.meta.get("memory_bytes_per_s") or math.inf)
 
-    Args:
-        gathered_bytes: (q,) bytes in the type in which parameters are gathered and computed with.
-        gradient_bytes: (q,) bytes of gradients in the type in which they are reduced; 0 for none. They come in the other.
-        gathers: how often each parameter is gathered.
-        graph: a graph with times, whose ``meta`` has the bytes that the device reads and writes per second.
-    """
-    bytes_per_s = float(graph.meta.get("memory_bytes_per_s") or math.inf)
-    into_bytes = np.where(gradient_bytes > 0, gathered_bytes + gradient_bytes, 0.0)
-    seconds: Floats = (2.0 * gathers * gathered_bytes + into_bytes) / bytes_per_s
-    return seconds
+
+@lru_cache(maxsize=64)
+def _blocks_of(held: tuple[str, ...], held_bytes: tuple[float, ...]) -> tuple[str, ...]:
+    """Return (q,) the block of each parameter, "" for one outside all blocks; ``held``, ``held_bytes``: of a program."""
+    container = block_container(held, held_bytes)
+    return tuple("" if container is None else block_of(name, container) for name in held)
 
 
 def hooked(program: Program, graph: Graph, sharding: Sharding) -> Program:

@@ -102,7 +102,7 @@ def test_types_without_a_rate_for_a_named_precision_are_left_out(cli: Cli) -> No
         "plan", "zoo:gpt_small", "--devices", "2xH100,2xA100", "--precision", "fp8", "--batch-size", "64", "--json"
     )
     assert result.code == 0
-    assert "note: A100 left out with fp8, for which the datasheet has no rate" in result.err
+    assert "note: A100 left out: no rate for fp8 in the datasheet" in result.err
     assert {row["device_type"] for row in json.loads(result.out)["assignments"]} == {"H100"}
     alone = cli("plan", "zoo:gpt_small", "--devices", "2xA100", "--precision", "fp8", "--batch-size", "64")
     assert (alone.code, alone.error_line.partition(";")[0]) == (2, "--precision: A100 has no rate for fp8")

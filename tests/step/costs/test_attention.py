@@ -9,6 +9,9 @@ import torch
 from torch import nn
 
 import ddltool as dt
+from ddltool.analyzers.step.costs.work import work_of
+from ddltool.analyzers.step.recording.torch_costs import issued
+from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.errors import InputError
 from tests.conftest import Cli
 
@@ -66,3 +69,14 @@ def test_a_plan_takes_it_too(cli: Cli, tmp_path: Path) -> None:
     assert steps[0] > steps[1]
     line = cli("plan", *asked, "--attention", "flash").error_line
     assert "attention: flash has no kernel for fp32" in line
+
+
+def test_the_backward_pass_reads_the_forward_one_s_result() -> None:
+    """The kernel's argument ``out`` is no tensor that it writes."""
+    curve = work_of("zoo:gpt_small", Numerics("bf16"), None)
+    node = next(node for name, node in curve.traced.nodes.items() if "attention_backward" in name)
+    arguments = dict(zip((each.name for each in node.target._schema.arguments), node.args, strict=False))
+    result = arguments["out"].meta["val"]
+    others = [arguments[name].meta["val"] for name in ("grad_out", "query", "key", "value")]
+    read_shapes = [tensor.shape for tensor in issued(node).inputs]
+    assert read_shapes.count(tuple(result.shape)) >= 1 + sum(other.shape == result.shape for other in others)
