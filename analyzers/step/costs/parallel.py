@@ -176,7 +176,7 @@ class ParallelCurve(WorkCurve):
         is_divided = np.array(
             [self.layout.sequence and not exchange.whole for exchange in stages.rank.exchanges], dtype=bool
         )
-        if is_divided.any():  # which an empty array is not
+        if is_divided.any():
             divided_s = group.reduce_scatter_s(exchanged_bytes) + group.all_gather_s(exchanged_bytes)
             seconds = np.where(is_divided, divided_s, seconds)
         index_of = {name: index for index, name in enumerate(graph.names)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import count
 from typing import Any
 
@@ -157,7 +157,7 @@ def issued(node: Node) -> Issued:
     if name in op_rules.FREE or (is_operator and target.is_view) or _is_fused_cast(node, name):
         return Issued(name, free=True, pointwise=False, output=tuple(map(sized, output)))
     arguments = map_arg(arguments_by_name(target, node.args, node.kwargs), lambda argument: argument.meta.get("val"))
-    unread = {each.name for each in target._schema.arguments if _is_out(each)} if is_operator else set()
+    unread = _out_names(target) if is_operator else frozenset()
     inputs = tensors_of([value for argument, value in arguments.items() if argument not in unread])
     if is_operator and not target._schema.returns:  # an update in place: what it writes is among its arguments
         written = _written_names(target)
@@ -319,9 +319,11 @@ def written_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any
     return [arguments[name] for name in names if name in arguments]
 
 
-def _is_out(argument: torch.Argument) -> bool:
-    """Return whether an op only writes an argument, as ``out=``; others of that name, as of attention's backward, are read."""
-    return argument.kwarg_only and argument.alias_info is not None and argument.alias_info.is_write
+@cache
+def _out_names(target: torch._ops.OpOverload) -> frozenset[str]:
+    """Return the arguments that an op only writes, as ``out=``; others of that name, as of attention's backward, are read."""
+    written = _written_names(target)
+    return frozenset(each.name for each in target._schema.arguments if each.kwarg_only and each.name in written)
 
 
 def _written_names(target: Any) -> list[str]:
