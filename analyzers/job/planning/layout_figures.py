@@ -51,8 +51,8 @@ WAYS: tuple[Checkpointing, ...] = ("none", "selective", "full")
 WAYS_ON_HOST = tuple(f"{way}{ON_HOST}" for way in WAYS)
 # Factor on lower bounds that extrapolate linearly, because samples of larger batches take a little less time each.
 SURE = 0.9
-# Time limit of the solver that chooses which activations to recompute, in seconds, and the relative gap that ends it: a
-# thousandth of the recomputation is some hundredths of a percent of a step.
+# Time limit of the solver that chooses which activations to recompute, in seconds, and the share of a step that ends it: a
+# step is not known better.
 _CHOOSING_S, _CHOOSING_GAP = 3.0, 1e-3
 GIB = 2.0**30
 WHOLE = Sharding(kind="none")

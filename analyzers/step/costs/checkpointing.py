@@ -21,7 +21,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import chain, combinations
+from itertools import accumulate, chain, combinations, groupby, pairwise, product
+from typing import Any
 
 import numpy as np
 from ortools.sat.python import cp_model
@@ -31,7 +32,7 @@ from ddltool.analyzers.step.costs.saving import Copies, Saving
 from ddltool.analyzers.step.costs.sharding import Sharding
 from ddltool.arrays import Floats, Ints
 from ddltool.errors import Infeasible
-from ddltool.solver import run, solver_for
+from ddltool.solver import IntegerProgram, run, solver_for
 from ddltool.units import show_bytes
 
 # In a block of at most so many products (matrix products, convolutions, attention) all their sets are tried. In a larger one
@@ -40,8 +41,13 @@ _EVERY_SET = 5
 # The most sets of products that the solver may choose from, by block.
 _OPTIONS = 8
 _LIMIT_S = 10.0
-# A choice for which the allocator finds no room is made again for a smaller budget, at most so often, and by this share.
-_TIGHTER, _TIGHTENED = 0.98, 4
+# A choice for which the allocator finds no room is made again for a smaller budget, at least by this share. So many choices
+# are made in all: once one has room, budgets between it and the least that had none are tried.
+_TIGHTER, _TRIES = 0.98, 5
+# A solution in fractions is rounded for so many budgets, and its fractions averaged over so many blocks before.
+_ROUNDINGS, _AVERAGED = 4, (1, 4, 8, 12, 16, 24, 32, 10**6)
+# With copies, no search of a few seconds finds better than rounding for more blocks than these.
+_SEARCHED = 48
 # Over how many blocks a copy to or from the host may go on, one window for all; the next where no choice of the first fits.
 WINDOWS = (4, 1)
 # The solver counts in integers: seconds become whole nanoseconds, or whole millionths of a step with copies beside it.
@@ -91,7 +97,8 @@ def cheapest(
         batch_size: local samples; None: as many as were traced.
         limit_s: time limit of each search; the best choice found by then is returned with its bound.
         host_bytes_per_s: of the device's link to its host, one way; 0: nothing goes there.
-        gap: a choice proven to be within this share of the least time ends the search.
+        gap: a choice proven to take no more than this share of a step longer than the best ends the search; above 0, copies of
+            many blocks are not searched for longer than it takes to round.
         lacking_bytes: returns the bytes that the device's allocator, whose segments take more than the tensors, lacks for a
             choice; 0.0: it has room. A choice that it has no room for is made again with a smaller budget. If none of a few
             has room, the last is returned.
@@ -105,22 +112,33 @@ def cheapest(
         """Return the problem with copies over ``window`` blocks on a link of ``bytes_per_s``; 0.0: without copies."""
         return _Problem.of(lifetimes, seconds, sharding, optimizer, size, window, bytes_per_s)
 
+    best = None  # the cheapest choice that the allocator has room for
     choice = None
-    for _ in range(_TIGHTENED):
+    too_large_bytes = budget_bytes
+    for _ in range(_TRIES):
         try:
             choice = _cheapest_within(budget_bytes, problem_of, lifetimes.names, limit_s, host_bytes_per_s, gap)
         except Infeasible:
             if choice is None:
                 raise
-            break  # the last choice within a larger budget is the best there is
-        lacking = lacking_bytes(choice.saving)
-        if not lacking:
-            break
-        # The next budget is smaller by what lacks, and at least by a fixed share.
+            break  # what a larger budget gave is the best there is
         used_bytes = min(budget_bytes, choice.peak_bytes)
-        budget_bytes = min(_TIGHTER * used_bytes, used_bytes - lacking)
+        lacking = lacking_bytes(choice.saving)
+        if lacking:
+            too_large_bytes = used_bytes
+            # The next budget is smaller by what lacks, and at least by a fixed share.
+            budget_bytes = min(_TIGHTER * used_bytes, used_bytes - lacking)
+        elif best is None or choice.cost_s < best.cost_s:
+            best = choice
+        if best is None:
+            continue
+        if too_large_bytes <= best.peak_bytes / _TIGHTER:
+            break
+        budget_bytes = (
+            best.peak_bytes + too_large_bytes
+        ) / 2  # that lacked so much is no proof that all of it is needed
     assert choice is not None
-    return choice
+    return best or choice
 
 
 def _cheapest_within(
@@ -139,7 +157,7 @@ def _cheapest_within(
         names: the names of the blocks in order.
         limit_s: time limit of each search.
         host_bytes_per_s: of the device's link to its host, one way; 0: nothing goes there.
-        gap: a choice proven to be within this share of the least time ends a search.
+        gap: a choice proven to take no more than this share of a step longer than the best ends a search.
 
     Raises Infeasible as :func:`cheapest` does.
     """
@@ -273,7 +291,7 @@ class _Problem:
     @property
     def unit_s(self) -> float:
         """Return the seconds that the solver counts as one."""
-        return max(_UNIT_S, float(self.plain.begins[0]) / _UNITS) if self.copies else _UNIT_S
+        return max(_UNIT_S, self.step_s / _UNITS) if self.copies else _UNIT_S
 
     @property
     def copies(self) -> bool:
@@ -366,149 +384,262 @@ class _Problem:
             deadline: when the search ends, on the clock of ``time.perf_counter``.
             most_s: the most seconds that a choice may cost.
             known: what blocks save in a choice from which the search starts; None: it starts from nothing.
-            gap: a choice proven to be within this share of the least time ends the search.
+            gap: a choice proven to take no more than this share of a step longer than the best ends the search.
         """
-        # Only ``limited_places`` limit memory in the model; each round adds those at which its solution exceeds the limit.
+        # Only ``limited_places`` limit memory in the program; each round adds those at which its solution exceeds the limit.
         limited_places = {int(self.base.argmax())}
-        # The program is cut where a block's backward pass begins; of each span the fullest place is looked at.
-        span_ends = np.append(np.sort([block.begins for block in self.lifetimes.blocks]), len(self.base))
         while True:
-            model, block_picks, peak = self._model(sorted(limited_places), budget_bytes, most_s)
+            rounded, least_s = None, 0.0
+            if self.copies and budget_bytes is not None:
+                rounded, least_s = self._rounded(limited_places, budget_bytes, most_s, gap)
+                if rounded is not None:
+                    is_near = self.cost_s(rounded) - least_s <= gap * self.step_s
+                    if is_near or (gap and len(self.options) > _SEARCHED):
+                        return rounded, least_s
+                    known = self.saving(rounded)
+            program = self._program(sorted(limited_places), budget_bytes, most_s)
+            model, variables = program.model()
             if known:
-                for picks, hints in zip(block_picks, self._hints(known), strict=True):
-                    for pick, hint in zip(picks, hints, strict=True):
-                        model.add_hint(pick, hint)
+                for variable, hint in zip(variables, self._hints(known), strict=False):
+                    model.add_hint(variable, hint)
             solver = solver_for(max(deadline - time.perf_counter(), 0.1), 0)  # a late round still gets a moment
-            solver.parameters.relative_gap_limit = gap
+            if budget_bytes is not None and gap:
+                solver.parameters.absolute_gap_limit = gap * self.step_s / self.unit_s * self._cost_weight
             if self.copies:
                 solver.parameters.linearization_level = 2  # the waits are a linear program
             status = run(solver, model)
             if status == cp_model.INFEASIBLE:
                 return None, most_s
             if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):  # the time was over
-                return None, 0.0
-            choice = [next((k for k, pick in enumerate(picks, 1) if solver.value(pick)), 0) for picks in block_picks]
-            limit = solver.value(peak) if budget_bytes is None else budget_bytes
-            curve = self.curve(choice)
-            fullest_places = [
-                begin + int(curve[begin:end].argmax())
-                for begin, end in zip(np.append(0, span_ends), span_ends, strict=False)
-                if end > begin
-            ]
-            exceeded_places = {place for place in fullest_places if curve[place] > limit} - limited_places
+                return rounded, least_s
+            choice = self._picked(np.array([solver.value(variable) for variable in variables]))
+            limit = solver.value(variables[self._peak_column]) if budget_bytes is None else budget_bytes
+            exceeded_places = self._exceeded_places(choice, limit) - limited_places
             if not exceeded_places:
                 is_proven = status == cp_model.OPTIMAL and not gap  # then cost and bound differ by rounding alone
-                # The objective is the cost times this number, plus the blocks on the host (:meth:`_model`).
-                bound_s = solver.best_objective_bound / (1 + len(self.options)) * self.unit_s
+                bound_s = max(least_s, solver.best_objective_bound / self._cost_weight * self.unit_s)
                 return choice, self.cost_s(choice) if is_proven else bound_s
             limited_places |= exceeded_places
 
-    def _hints(self, known: Saving) -> list[list[bool]]:
+    def _exceeded_places(self, choice: Sequence[int], limit_bytes: float) -> set[int]:
+        """Return the places where a choice holds more than ``limit_bytes``, at most one between two blocks' backward passes."""
+        curve = self.curve(choice)
+        span_ends = np.append(np.sort([block.begins for block in self.lifetimes.blocks]), len(curve))
+        fullest_places = [
+            begin + int(curve[begin:end].argmax())
+            for begin, end in zip(np.append(0, span_ends), span_ends, strict=False)
+            if end > begin
+        ]
+        return {place for place in fullest_places if curve[place] > limit_bytes}
+
+    def _rounded(
+        self, limited_places: set[int], budget_bytes: float, most_s: float, gap: float
+    ) -> tuple[list[int] | None, float]:
+        """Return (a choice within a budget near the best one in fractions, lower bound on the seconds of any choice).
+
+        A program in which a block may save in several ways, by fractions that add up to 1, is solved in milliseconds; whole
+        choices near its solution are formed in several ways (:meth:`_near`), and the cheapest that fits is returned. If none
+        fits, the program is solved again with what they exceed taken off its budget. After a few times the choice is None.
+
+        Args:
+            limited_places: where the program limits memory; those at which a choice exceeds the budget are added.
+            budget_bytes: the most bytes of tensors at one time.
+            most_s: the most seconds that a choice may cost; the bound if none costs so little.
+        """
+        limit_bytes = budget_bytes
+        best = None
+        bound_s = most_s
+        for _ in range(_ROUNDINGS):
+            solution = self._program(sorted(limited_places), limit_bytes, most_s).relaxed()
+            if solution is None:
+                break
+            values, cost = solution
+            if limit_bytes == budget_bytes:
+                bound_s = cost / self._cost_weight * self.unit_s
+            choices = self._near(values)
+            excesses = [max(0.0, float(self.curve(choice).max()) - budget_bytes) for choice in choices]
+            fitting = [choice for choice, excess in zip(choices, excesses, strict=True) if not excess]
+            best = min([*fitting, *([best] if best else [])], key=self.cost_s, default=None)
+            if best and self.cost_s(best) - bound_s <= gap * self.step_s:
+                break
+            limited_places.update(*(self._exceeded_places(choice, budget_bytes) for choice in choices))
+            limit_bytes -= min((excess for excess in excesses if excess), default=0.0)
+        return best, bound_s
+
+    def _near(self, values: Floats) -> list[list[int]]:
+        """Return whole choices near a solution in fractions, whose variables have the values (n,) ``values``.
+
+        The fractions of each block are averaged with those of its neighbours in a run of blocks of one kind: a solver returns
+        a corner, in which the kinds of saving come in bursts, and bursts of copies have to wait for the link. From block to
+        block each then takes the way with the largest sum of fractions not yet taken (error diffusion).
+        """
+        widest = max(map(len, self.options))
+        fractions = np.zeros((len(self.options), 1 + widest))
+        for index, (begin, end) in enumerate(pairwise(self._columns)):
+            fractions[index, 1 : 1 + end - begin] = values[begin:end]
+            fractions[index, 0] = 1.0 - values[begin:end].sum()
+        kinds = [*zip(self.options, self.recompute_s, self.copy_s, strict=True)]
+        choices = []
+        for width, step in product(_AVERAGED, (1, -1)):
+            choice = [0] * len(kinds)
+            for _, run_of_one_kind in groupby(range(len(kinds)), key=lambda index: kinds[index]):
+                indices = list(run_of_one_kind)
+                carried = np.zeros(1 + widest)
+                for index in indices[::step]:
+                    first = max(indices[0], index - width // 2)
+                    carried += fractions[first : min(indices[-1], index + width // 2) + 1].mean(axis=0)
+                    choice[index] = int(carried.argmax())
+                    carried[choice[index]] -= 1.0
+            choices.append(choice)
+        return choices
+
+    @property
+    def step_s(self) -> float:
+        """Return the seconds until the first block's backward pass, with nothing computed again: nearly those of the step."""
+        return float(self.plain.begins[0])
+
+    @property
+    def _cost_weight(self) -> int:
+        """Return by what a program multiplies the cost, so that a unit of it outweighs a block on the host for every block."""
+        return 1 + len(self.options)
+
+    @property
+    def _columns(self) -> list[int]:
+        """Return by block the column of its first option among a program's variables, and behind them the end of the last."""
+        return [0, *accumulate(map(len, self.options))]
+
+    @property
+    def _peak_column(self) -> int:
+        """Return the column of the most bytes at one time among a program's variables."""
+        return self._columns[-1] + len(self.shared)
+
+    def _picked(self, values: Ints) -> list[int]:
+        """Return the choice that a program's variables, with the values (n,) ``values``, stand for."""
+        options = [values[begin:end] for begin, end in pairwise(self._columns)]
+        return [int(own.argmax()) + 1 if own.any() else 0 for own in options]
+
+    def _hints(self, known: Saving) -> list[bool]:
         """Return, by block and option, whether the block saves in that way in ``known``, a choice of another problem."""
         hints = []
         for block, own_options in zip(self.lifetimes.blocks, self.options, strict=True):
             known_option = (known.saved_ops.get(block.name), block.name in known.on_host)
-            hints.append([option == known_option for option in own_options])
+            hints += [option == known_option for option in own_options]
         return hints
 
-    def _model(
-        self, places: Sequence[int], budget_bytes: float | None, most_s: float
-    ) -> tuple[cp_model.CpModel, list[list[cp_model.IntVar]], cp_model.LinearExprT]:
-        """Return (CP-SAT's model with memory limited at ``places``, its variables by block and option, the limit in bytes).
+    def _program(self, places: Sequence[int], budget_bytes: float | None, most_s: float) -> IntegerProgram:
+        """Return the integer program whose solution is the cheapest choice with memory limited at ``places``.
 
-        A variable says whether its block takes that option. ``budget_bytes``: the limit; None: the limit is a variable, which
-        the model minimizes. ``most_s``: the most seconds that a choice may cost; infinite: any.
+        Its variables are, in order: for every block and option whether the block takes it (0 or 1), for every set of blocks
+        with common inputs whether these are held (0 or 1), the most bytes at one time if they are minimized, and the times of
+        :meth:`_waits`. An expression is a row with the coefficients of all variables and a constant at its end; each of those
+        made here is to be at most 0.
+
+        ``budget_bytes``: the most bytes at one time; None: these are minimized, not the cost. ``most_s``: the most seconds that
+        a choice may cost; infinite: any.
         """
-        model = cp_model.CpModel()
-        block_picks = [[model.new_bool_var("") for _ in own] for own in self.options]
-        for picks in block_picks:
-            model.add_at_most_one(picks)  # none: the block keeps everything
-        # By set of blocks with common inputs, whether these are held: as soon as any of the blocks is recomputed.
-        is_held = [model.new_bool_var("") for _ in self.shared]
-        for variable, (blocks, _) in zip(is_held, self.shared, strict=True):
-            for index in blocks:
-                picks_and_options = zip(block_picks[index], self.options[index], strict=True)
-                recomputing_picks = [pick for pick, (saved, _) in picks_and_options if saved is not None]
-                model.add(variable >= cp_model.LinearExpr.sum(recomputing_picks))
-        variables = [pick for picks in block_picks for pick in picks] + is_held
-        limit = model.new_int_var(0, 2**60, "") if budget_bytes is None else int(budget_bytes)
+        columns = self._columns
+        peak = self._peak_column
+        width = peak + 1 + (4 * len(self.options) if self.copies else 0)
+
+        def row(columns: slice | int | Sequence[int], coefficients: Any = 1, constant: float = 0) -> Ints:
+            expression = np.zeros(width + 1, dtype=np.int64)
+            expression[columns] = coefficients
+            expression[-1] = constant
+            return expression
+
+        by_block = [slice(begin, end) for begin, end in pairwise(columns)]
+        rows = [row(own, 1, -1) for own in by_block]  # at most one option; none: the block keeps everything
+        for column, (blocks, _) in enumerate(self.shared, columns[-1]):
+            for index in blocks:  # common inputs are held as soon as any of the blocks is recomputed
+                recomputing = [
+                    columns[index] + k for k, (saved, _) in enumerate(self.options[index]) if saved is not None
+                ]
+                rows.append(row(recomputing) - row(column))
+        limit = row(peak) if budget_bytes is None else row(-1, 0, int(budget_bytes))
         for place in places:
-            coefficients = [float(value) for block_added in self.added for value in block_added[:, place]]
-            coefficients += [float(size[place]) for _, size in self.shared]
-            whole_bytes = [int(np.ceil(value)) for value in coefficients]  # so that no solution holds more than it says
-            model.add(
-                cp_model.LinearExpr.weighted_sum(variables, whole_bytes) + int(np.ceil(self.base[place])) <= limit
-            )
-        recomputes = [
-            cp_model.LinearExpr.weighted_sum(picks, [round(each_s / self.unit_s) for each_s in own_s])
-            for picks, own_s in zip(block_picks, self.recompute_s, strict=True)
-        ]
-        if budget_bytes is None:
-            model.minimize(limit)
-        else:
-            cost = cp_model.LinearExpr.sum([*recomputes, *self._add_waits(model, block_picks, recomputes)])
+            shared_bytes = np.array([curve[place] for _, curve in self.shared])
+            added_bytes = np.concatenate([*(own[:, place] for own in self.added), shared_bytes])
+            whole_bytes = np.ceil(added_bytes)  # so that no solution holds more than it says
+            rows.append(row(slice(0, peak), whole_bytes, np.ceil(self.base[place])) - limit)
+
+        upper = row(slice(0, peak))
+        upper[peak] = 2**60
+        cost = row(peak)
+        if budget_bytes is not None:
+            recomputes = self._in_units(self.recompute_s, by_block, row)
+            cost = np.sum(recomputes, axis=0)
+            if self.copies:
+                wait_rows, waits, most = self._waits(recomputes, self._in_units(self.copy_s, by_block, row), row)
+                rows += wait_rows
+                cost += waits
+                upper[peak + 1 : -1] = most
             if most_s < np.inf:
-                model.add(cost <= math.ceil(most_s / self.unit_s) + len(self.options))  # each term was rounded
-            # Of equally cheap choices the one with the fewest blocks on the host: a unit of the cost outweighs all blocks.
-            host_picks = [
-                pick
-                for picks, own_options in zip(block_picks, self.options, strict=True)
-                for pick, (_, is_on_host) in zip(picks, own_options, strict=True)
-                if is_on_host
-            ]
-            model.minimize((1 + len(self.options)) * cost + cp_model.LinearExpr.sum(host_picks))
-        return model, block_picks, limit
+                most_units = math.ceil(most_s / self.unit_s) + len(self.options)  # each term was rounded
+                rows.append(cost - row(-1, 0, most_units))
+            # Of equally cheap choices the one with the fewest blocks on the host.
+            is_on_host = [on_host for own_options in self.options for _, on_host in own_options]
+            cost = self._cost_weight * cost + row(slice(0, columns[-1]), is_on_host)
+        all_rows = np.array(rows)
+        return IntegerProgram(cost=cost[:-1], upper=upper[:-1], rows=all_rows[:, :-1], limits=-all_rows[:, -1])
 
-    def _add_waits(
-        self,
-        model: cp_model.CpModel,
-        block_picks: Sequence[Sequence[cp_model.IntVar]],
-        recomputes: Sequence[cp_model.LinearExprT],
-    ) -> list[cp_model.IntVar]:
-        """Return two variables, in units of ``unit_s``: how long compute waits for all copies to the host, and back from it.
+    def _in_units(
+        self, seconds_by_option: Sequence[Sequence[float]], by_block: Sequence[slice], row: Callable[..., Ints]
+    ) -> list[Ints]:
+        """Return by block the expression of its chosen option's seconds in units of ``unit_s``.
 
-        The inequalities that are added to ``model`` are those of :meth:`Copies.waits`: the least numbers that they allow are
-        the waits. Of a block without a copy each inequality follows from its neighbours', so none depends on what is picked.
-        Without any copy nothing is added, and [] returned.
-
-        ``block_picks``: by block and option the variables of ``model``. ``recomputes``: by block, the time of its
-        recomputation in units of ``unit_s``.
+        ``by_block``: the columns of each block's options. ``row``: makes an expression of columns, coefficients and a constant.
         """
-        if not self.copies:
-            return []
-        copies = [
-            cp_model.LinearExpr.weighted_sum(picks, [round(each_s / self.unit_s) for each_s in own_s])
-            for picks, own_s in zip(block_picks, self.copy_s, strict=True)
+        return [
+            row(own, [round(each_s / self.unit_s) for each_s in own_s])
+            for own, own_s in zip(by_block, seconds_by_option, strict=True)
         ]
-        total = cp_model.LinearExpr.sum
+
+    def _waits(
+        self, recomputes: Sequence[Ints], copies: Sequence[Ints], row: Callable[..., Ints]
+    ) -> tuple[list[Ints], Ints, int]:
+        """Return (expressions that are at most 0, the wait for all copies to the host and back, the most of each time).
+
+        The inequalities are those of :meth:`Copies.waits`: the least numbers that they allow are the waits. Of a block without
+        a copy each follows from its neighbours', so none depends on what is picked. Behind the most bytes the variables are,
+        for the forward and then the backward passes, all waits up to each block's and the end of each block's copy.
+
+        Args:
+            recomputes: by block, the time of its recomputation in units of ``unit_s``.
+            copies: by block, the time of its copy in these units.
+            row: makes an expression of columns, coefficients and a constant.
+        """
         count = len(copies)
         window = self.window
-        # No wait and no copy ends later than everything one after another, each of the longest kind.
-        most_s = self.plain.begins[0] + sum(map(max, self.recompute_s)) + sum(map(max, self.copy_s))
-        most = 2 * round(most_s / self.unit_s) + 1
-        waits: list[cp_model.IntVar] = []
+        rows: list[Ints] = []
+        waits = row(-1, 0)
+        column = self._peak_column + 1
         for is_forward in (True, False):
-            late = [model.new_int_var(0, most, "") for _ in range(count)]  # waits up to each block's
-            done = [model.new_int_var(0, 2 * most, "") for _ in range(count)]  # the end of each block's copy
-            order = list(range(count)) if is_forward else list(reversed(range(count)))
+            late = [row(column + block) for block in range(count)]
+            done = [row(column + count + block) for block in range(count)]
+            column += 2 * count
+            order = range(count) if is_forward else range(count - 1, -1, -1)
             plain_s = self.plain.ends if is_forward else self.plain.begins
-            # By block, when its pass ends (forward), or begins (backward).
-            clock: dict[int, cp_model.LinearExprT] = {}
-            for place, block in enumerate(order):
-                again = [] if is_forward else recomputes[block + 1 :]
-                clock[block] = total([late[block], round(plain_s[block] / self.unit_s), *again])
-                if place:
-                    model.add(late[block] >= late[order[place - 1]])
-                    model.add(done[block] >= total([done[order[place - 1]], copies[block]]))
+            # By block, when its pass ends (forward), or begins (backward): after the recomputation of all blocks behind it.
+            clock = [late[block] + row(-1, 0, round(plain_s[block] / self.unit_s)) for block in range(count)]
+            if not is_forward:
+                again = row(-1, 0)
+                for block in order:
+                    clock[block] += again
+                    again += recomputes[block]
+            for before, block in pairwise(order):
+                rows += [late[before] - late[block], done[before] + copies[block] - done[block]]
+            for block in order:
                 # Out: begun at the own end, awaited a window later. Back: begun a window earlier, awaited at the own begin.
                 begun = block if is_forward else block + window
                 if begun < count:
-                    model.add(done[block] >= total([clock[begun], copies[block]]))
+                    rows.append(clock[begun] + copies[block] - done[block])
                 awaited = block - window if is_forward else block
                 if awaited >= 0 and awaited + window < count:
-                    model.add(done[awaited] <= clock[block])
-            waits.append(late[order[-1]])
-        return waits
+                    rows.append(done[awaited] - clock[block])
+            waits += late[order[-1]]
+        # No wait and no copy ends later than everything one after another, each of the longest kind.
+        most_s = self.step_s + sum(map(max, self.recompute_s)) + sum(map(max, self.copy_s))
+        return rows, waits, 4 * round(most_s / self.unit_s) + 2
 
     def curve(self, choice: Sequence[int]) -> Floats:
         """Return (places,) the bytes that a choice holds at every place of the program.

@@ -340,6 +340,11 @@ class TensorLifetimes:
         return {block.name: index for index, block in enumerate(self.blocks)}
 
     @cached_property
+    def most_products(self) -> int:
+        """Return the most products of any block."""
+        return max((len(block.products) for block in self.blocks), default=0)
+
+    @cached_property
     def block_places(self) -> tuple[Ints, Ints, Ints, Ints]:
         """The places of all blocks: ``first``, ``last``, ``begins`` and ``ends`` of :class:`ModelBlock`, each (blocks,)."""
         places = [(block.first, block.last, block.begins, block.ends) for block in self.blocks]
@@ -622,8 +627,7 @@ class Recomputation:
         saved_ops = self.saving.saved_ops
         self.first, self._last, self._begins, _ = lifetimes.block_places
         """(blocks,) the first and last places of the forward passes, and the first of the backward passes, as traced."""
-        most_products = max((len(block.products) for block in blocks), default=0)
-        self.saved = np.zeros((len(blocks), 1 + most_products), dtype=bool)
+        self.saved = np.zeros((len(blocks), 1 + lifetimes.most_products), dtype=bool)
         """(blocks, products + 1) which products are saved; the last column is that of no product."""
         owned_by_block = []
         for name, products in saved_ops.items():
@@ -642,14 +646,14 @@ class Recomputation:
         np.maximum.at(self.length, owner, lifetimes.alloc[needed] - self.first[owner] + 1)
         self.slots = self.length if slots is None else slots
         self._nodes = lifetimes.nodes
-        self.copied = [np.zeros(0, dtype=np.int64) for _ in blocks]
+        self.copied = [np.zeros(0, dtype=np.int64)] * len(blocks)
         """By block, the indices of the storages that it saves on the host."""
-        for index, block in enumerate(blocks):
-            if block.name in self.saving.on_host:
-                own = lifetimes.owned[index]
-                needed_backward = own[lifetimes.free[own] >= lifetimes.backward]
-                # A block that is computed again needs its input only.
-                self.copied[index] = lifetimes.inputs[index] if block.name in saved_ops else needed_backward
+        for name in self.saving.on_host:
+            index = lifetimes.block_numbers[name]
+            own = lifetimes.owned[index]
+            needed_backward = own[lifetimes.free[own] >= lifetimes.backward]
+            # A block that is computed again needs its input only.
+            self.copied[index] = lifetimes.inputs[index] if name in saved_ops else needed_backward
 
     @cached_property
     def _shift(self) -> Ints:
@@ -676,9 +680,9 @@ class Recomputation:
         They are: the indices of the storages that go there; the place from which on each is there and its memory on the device
         is free; the place from which on it has memory on the device again.
         """
-        counts = np.array([len(storages) for storages in self.copied], dtype=np.int64)
-        if not counts.any():
+        if not self.saving.on_host:
             return (np.zeros(0, dtype=np.int64),) * 3
+        counts = np.array([len(storages) for storages in self.copied], dtype=np.int64)
         # By block, the index of the block ``window`` later, whose passes bound the copies.
         until = np.minimum(np.arange(len(counts)) + self.saving.window, len(counts) - 1)
         return (

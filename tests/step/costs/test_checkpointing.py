@@ -119,6 +119,26 @@ def test_no_choice_with_the_host_is_cheaper(seed: int, monkeypatch: pytest.Monke
         assert added == pytest.approx(found.cost_s, abs=1e-12)
         assert lifetimes.peak(sharding, "adam", found.saving).total_bytes == pytest.approx(found.peak_bytes)
         assert found.peak_bytes <= budget
+        near = cheapest(lifetimes, seconds, sharding, "adam", budget, host_bytes_per_s=rate, gap=1e-3)
+        assert near.bound_s - rounded <= expected <= near.cost_s + rounded
+        assert near.peak_bytes <= budget
+
+
+def test_copies_of_like_blocks_are_spread_evenly() -> None:
+    """With a gap, what is near the proven bound for many blocks is found without a search."""
+    lifetimes = lifetimes_of(trace_step(lambda: gpt(48, 16), mode="training"))
+    nodes = len(lifetimes.traced.graph)
+    seconds = lifetimes.seconds(lifetimes.traced.graph.with_durations([1e-6] * nodes, ["rule"] * nodes))
+    sharding = Sharding(kind="none")
+    least, most = (lifetimes.peak(sharding, "adam", lifetimes.every_block(how)).total_bytes for how in ("full", "none"))
+    # The link takes as long for a block's tensors as the device for its passes and a half.
+    rate = 0.7 * lifetimes.sizes()[lifetimes.owned[3]].sum() / (seconds.sum() / 48)
+    budget = least + 0.25 * (most - least)
+    near = cheapest(lifetimes, seconds, sharding, "adam", budget, host_bytes_per_s=rate, gap=0.02, limit_s=0.0)
+    alone = cheapest(lifetimes, seconds, sharding, "adam", budget)
+    assert near.cost_s - near.bound_s <= 0.02 * seconds.sum()
+    assert near.cost_s < 0.8 * alone.cost_s
+    assert near.peak_bytes <= budget
 
 
 def test_segments_are_torchs() -> None:
