@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from ddltool.analyzers.step.costs import checkpointing
+from ddltool.analyzers.step.costs import checkpointing, saving_options
 from ddltool.analyzers.step.costs.allocator import CachingAllocator, reserved_bytes
-from ddltool.analyzers.step.costs.checkpointing import cheapest, options
+from ddltool.analyzers.step.costs.checkpointing import cheapest
 from ddltool.analyzers.step.costs.memory import Recomputation, TensorLifetimes
 from ddltool.analyzers.step.costs.saving import Saving
+from ddltool.analyzers.step.costs.saving_options import options
 from ddltool.analyzers.step.costs.sharding import Sharding
 from ddltool.analyzers.step.costs.traced_lifetimes import lifetimes_of
 from ddltool.analyzers.step.tracing.torch_adapter import trace_step
@@ -89,7 +90,7 @@ def test_no_choice_with_the_host_is_cheaper(seed: int, monkeypatch: pytest.Monke
     """Random times, links and budgets; every choice of keep, recompute and offload of every block, played one by one."""
     draw = random.Random(seed)
     layers, window, kept = draw.choice([(3, 1, 3), (4, 1, 2), (5, 2, 1)])
-    monkeypatch.setattr(checkpointing, "_OPTIONS", kept)
+    monkeypatch.setattr(saving_options, "_OPTIONS", kept)
     monkeypatch.setattr(checkpointing, "WINDOWS", (window,))
     lifetimes = lifetimes_of(trace_step(lambda: gpt(layers, 16), mode="training"))
     graph, size, rate = lifetimes.traced.graph, lifetimes.sizes(), 10 ** draw.uniform(9, 10.7)
