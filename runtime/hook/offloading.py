@@ -35,8 +35,8 @@ def offload_modules(model: nn.Module, plan: Sequence[Offloaded]) -> None:
     """Let each module in ``plan`` save on the host, from its forward pass to the backward pass of its ``until``.
 
     It replaces ``forward`` of these modules and of those that they name. Call it after
-    :func:`~.sharding.checkpoint_modules`, and before ``fully_shard`` and ``DistributedDataParallel``. Raises InputError for
-    a module that the model does not have; then none changes.
+    :func:`~.sharding.checkpoint_modules` and after ``compile()`` of single modules, and before ``fully_shard`` and
+    ``DistributedDataParallel``. Raises InputError for a module that the model does not have; then none changes.
     """
     names = dict.fromkeys(name for entry in plan for name in (entry.module, entry.until))
     modules = submodules(model, names, "on_host")
@@ -46,6 +46,7 @@ def offload_modules(model: nn.Module, plan: Sequence[Offloaded]) -> None:
         module.forward = functools.partial(_forward, module, module.forward, streams, name, until.get(name))
 
 
+@functools.partial(torch.compiler.disable, recursive=False)  # of a compiled module, only ``forward`` is compiled
 def _forward(
     module: nn.Module,
     forward: Callable[..., Any],

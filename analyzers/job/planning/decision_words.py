@@ -411,8 +411,7 @@ def _host_memory_clause(layout: Layout) -> str:
         text += f"{show_bytes(activations.copied_bytes)} go over each device's link to it in a step, "
         text += f"which waits {show_seconds(activations.waits_s)} for them"
     if text:
-        missing = "tensor parallelism and torch.compile are" if activations else "tensor parallelism is"
-        text += f"; {missing} not modelled beside that"
+        text += "; tensor parallelism is not modelled beside that"
     return text
 
 

@@ -239,8 +239,6 @@ class LayoutFigures:
         which torch has only compiled, in tensor groups; and channels_last where convolutions are more than a small share of
         the step.
         """
-        if candidate.layout.activations:  # none of them is modelled together with activations on the host
-            return {}
         found = {} if self.compile else {"torch.compile": self.changed(compile=True)}
         prefix = "" if self.compile else "torch.compile with "
         work = self.work.under(candidate.sharding)

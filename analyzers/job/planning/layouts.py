@@ -56,6 +56,9 @@ _SETTLED, _SETTINGS_GAIN = 8, 1.5
 _LISTED = 8
 # Of the devices that would hold a step, the most that are looked for.
 _MOST_SOUGHT = 4096
+# Clouds and vendors sell hosts with two to four times their devices' memory up to 80 GB (g4dn.12xlarge, p3dn, p4d, p5), and
+# with 256 GB for each larger device (p5en, p6); some of it is the system's.
+_HOST_SHARE, _HOST_BYTES = 2.75, 240e9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,14 +91,12 @@ class Layouts(LayoutFigures):
         """Return the layouts that use the hosts' memory.
 
         ``what`` is "optimizer" (parameters, gradients and the optimizer's state are kept there) or "activations" (blocks may
-        save their activations there). Raises InputError for a model without blocks, for an optimizer that has no update on
-        hosts, and for activations of a compiled step.
+        save their activations there). Raises InputError for a model without blocks, and for an optimizer that has no update
+        on hosts.
         """
         if not self.work.lifetimes(1).blocks:
             raise InputError("--offload", "the model has no list of blocks to gather one by one", "give none")
         if what == "activations":
-            if self.compile:
-                raise InputError("--offload", "activations of a compiled step are not modelled", "give none")
             return self.changed(ways=WAYS_ON_HOST, saves_on_host=True)
         demand_host_update(self.optimizer)
         return self.changed(offload=True, saves_on_host=False)
@@ -234,7 +235,9 @@ class Layouts(LayoutFigures):
             # Saving on the host as well is tried where it could gain: fitting[-1] is what was just found on the device, if
             # anything.
             if self.saves_on_host and (must_save_on_host or self._gains_without_recomputation(fitting[-1], pick)):
-                fitting += filter(None, [self._with_solved_recomputation(pick, on_host=True)])
+                on_host = self._with_solved_recomputation(pick, on_host=True)
+                if on_host and (must_save_on_host or self._usual_hosts_hold(on_host)):
+                    fitting.append(on_host)
         raise self._nothing_fits(too_large)
 
     def _in_smaller_passes(self, refused: LayoutCandidate, equal: bool) -> list[LayoutCandidate]:
@@ -254,6 +257,16 @@ class Layouts(LayoutFigures):
             layout.devices, refused.sharding, refused.recompute, equal, least_passes=int(least_passes)
         )
         return [] if retry is None or retry.layout.missing_bytes else [retry]
+
+    def _usual_hosts_hold(self, candidate: LayoutCandidate) -> bool:
+        """Return whether hosts have memory for the activations that a layout saves there, by what hosts have per device."""
+        assert candidate.layout.activations is not None
+        room_bytes = [
+            min(count, self.kinds[name].fabric.gpus_per_node)
+            * min(_HOST_SHARE * self.kinds[name].usable_bytes, _HOST_BYTES)
+            for name, count in candidate.layout.devices.items()
+        ]
+        return candidate.layout.activations.memory_bytes <= min(room_bytes)
 
     def _gains_without_recomputation(self, best: LayoutCandidate, pick: LayoutCandidate) -> bool:
         """Return whether ``best`` would be slower than ``pick`` without recomputation by more than ``LEAST_GAIN``.
@@ -585,6 +598,6 @@ def layouts_of(job: Job, table: DeviceTable, fabrics: Mapping[str, Fabric]) -> L
         total=total,
         optimizer=job.optimizer,
         compile=job.compile,
-        saves_on_host=job.offload == "auto" and not job.compile,
+        saves_on_host=job.offload == "auto",
     )
     return layouts.on_hosts(job.offload) if job.asks_for_hosts else layouts

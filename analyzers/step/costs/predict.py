@@ -173,9 +173,7 @@ def remedy(curve: WorkCurve, device: Device, setting: Setting, replicas: int) ->
     ``replicas``: the number with which no sample fits.
     """
     # By descending memory, from the setting's own on.
-    checkpointings = ["none", "selective", "full"]
-    if not setting.compile:  # saving on the host is not modelled beside compiling
-        checkpointings.append(f"full{ON_HOST}")
+    checkpointings = ["none", "selective", "full", f"full{ON_HOST}"]
     own = checkpointings.index(setting.uniform) if setting.uniform in checkpointings else 3
     checkpointings = checkpointings[own:] if curve.lifetimes(1).blocks else ["none"]
     replica_counts = [replicas, *(2**power for power in range(1, 11) if 2**power > replicas)]  # up to 1,024

@@ -112,14 +112,11 @@ class Setting:
 
     def __post_init__(self) -> None:
         """Raise InputError for an unknown checkpointing, sharding or optimizer, and for one that cannot run on the host."""
-        kind, on_host = split_way(self.checkpointing)
+        kind, _ = split_way(self.checkpointing)
         if not any(sign.isdigit() for sign in kind) and kind not in get_args(Checkpointing):
             suggestion = did_you_mean(self.checkpointing, (*get_args(Checkpointing), "40GiB", "full:cpu", "40GiB:cpu"))
             raise InputError("--checkpointing", f"unknown {self.checkpointing!r}", suggestion)
         _ = self.budget_bytes  # raises for a text that is no size
-        if on_host and self.compile:
-            problem = f"{self.checkpointing!r} with --compile is not modelled"
-            raise InputError("--checkpointing", problem, f"give {kind}, or leave out --compile")
         if isinstance(self.sharding, str):
             shard = self.sharding.removesuffix(":cpu").partition(":")[2]
             Sharding.named(self.sharding, int(shard) if shard.isdecimal() else 1)  # one replica is checked, too

@@ -28,7 +28,6 @@ from ddltool.analyzers.step.costs.setting import ParallelDegrees, Placement, Set
 from ddltool.analyzers.step.costs.work import WorkCurve, measure_work
 from ddltool.analyzers.step.tracing.step import TrainingStep
 from ddltool.decision import LEAST_GAIN, Layout, NothingFits
-from ddltool.errors import InputError
 from ddltool.job import DeviceOffer, Job, WorkerGroup
 from ddltool.links import parse_link, parse_nic
 from ddltool.plans import Plan
@@ -369,8 +368,12 @@ def test_a_step_gains_by_activations_on_the_host() -> None:
     assert host is not None
     assert host.layout.activations is not None
     assert (host.layout.step_s or 0.0) < (alone.layout.step_s or 0.0)
-    with pytest.raises(InputError, match="--offload: activations of a compiled step are not modelled; give none"):
-        replace(made, compile=True).on_hosts("activations")
+    assert made._usual_hosts_hold(host)
+    more = host.layout.activations.model_copy(update={"memory_bytes": 3 * made.kinds["A100"].usable_bytes})
+    assert not made._usual_hosts_hold(replace(host, layout=host.layout.model_copy(update={"activations": more})))
+    compiled = made.alternatives(host)["torch.compile"].step_s(host)
+    assert compiled is not None
+    assert 0.5 < compiled / (host.layout.step_s or 0.0) < 0.98
     assert made.on_hosts("activations").in_groups(degrees_of(2, 1)) is None
 
 

@@ -27,9 +27,11 @@ from tests.helpers.sharding_workers import Gpt, allocated_bytes, gpt
 AWAY = {"layers.0": "layers.1", "layers.1": "layers.3", "layers.2": "layers.3"}
 
 
-def prepared(away: Mapping[str, str], keeps: Mapping[str, list[int]], layers: int = 5) -> Gpt:
+def prepared(away: Mapping[str, str], keeps: Mapping[str, list[int]], layers: int = 5, backend: str = "") -> Gpt:
     torch.manual_seed(0)
     model = Gpt(layers=layers)
+    for layer in model.layers if backend else ():
+        layer.compile(backend=backend)
     checkpoint_modules(model, [Recomputed(module=name, keeps=kept) for name, kept in keeps.items()])
     offload_modules(model, [Offloaded(module=name, until=until) for name, until in away.items()])
     return model
@@ -49,6 +51,23 @@ def trained(model: Gpt, steps: int = 4) -> list[Tensor]:
 def test_training_is_the_same_bit_for_bit(keeps: Mapping[str, list[int]]) -> None:
     plain, away = trained(prepared({}, keeps)), trained(prepared(AWAY, keeps))
     assert all(map(torch.equal, plain, away))
+
+
+def test_compiled_blocks_train_the_same_and_leave_as_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the backend that compiles without a compiler of C++, whose results are those of the model as it is."""
+    left, free_device = list[int](), offloading._SavedStorages.free_device
+
+    def counted(saved: offloading._SavedStorages) -> None:
+        left.append(sum(content.nbytes for content in saved.on_host.values()))
+        free_device(saved)
+
+    monkeypatch.setattr(offloading._SavedStorages, "free_device", counted)
+    plain = trained(prepared(AWAY, {}))
+    by_eager_blocks, left[:] = list(left), []
+    compiled = trained(prepared(AWAY, {}, backend="aot_eager"))
+    assert all(map(torch.equal, plain, compiled))
+    assert left == by_eager_blocks
+    assert min(left) > 0
 
 
 def test_what_leaves_is_what_the_forward_pass_saved_and_what_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -243,10 +243,10 @@ def test_the_command_sends_what_blocks_save_to_the_host(cli: Cli) -> None:
     assert with_host["recomputed_s"] + with_host["waits_s"] < cost[budget]["recomputed_s"]
     told = cli(*asked[:-2], "--checkpointing", "full:cpu").out
     assert "3 save on the host" in " ".join(told.split())
-    refused = cli(*asked, "full:cpu", "--compile")
-    assert "--checkpointing: 'full:cpu' with --compile is not modelled; give full, or leave out --compile" in (
-        refused.error_line
-    )
+    none, compiled = (cli(*asked, way, "--compile").document["rows"][0] for way in ("none", "none:cpu"))
+    assert 0 < compiled["recompute"]["host_bytes"] <= cost["none:cpu"]["host_bytes"]
+    assert compiled["step_time_s"] == pytest.approx(none["step_time_s"] + compiled["recompute"]["waits_s"], rel=1e-3)
+    assert compiled["peak_memory_bytes"] < none["peak_memory_bytes"]
 
 
 def test_what_fits_nowhere_says_what_would(cli: Cli) -> None:
