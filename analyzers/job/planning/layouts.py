@@ -56,6 +56,8 @@ _SETTLED, _SETTINGS_GAIN = 8, 1.5
 _LISTED = 8
 # Of the devices that would hold a step, the most that are looked for.
 _MOST_SOUGHT = 4096
+# By how much a step has to gain by activations on the host: how far their copies hide is known worse than other times.
+_HOST_GAIN = 0.05
 # Clouds and vendors sell hosts with two to four times their devices' memory up to 80 GB (g4dn.12xlarge, p3dn, p4d, p5), and
 # with 256 GB for each larger device (p5en, p6); some of it is the system's.
 _HOST_SHARE, _HOST_BYTES = 2.75, 240e9
@@ -236,7 +238,11 @@ class Layouts(LayoutFigures):
             # anything.
             if self.saves_on_host and (must_save_on_host or self._gains_without_recomputation(fitting[-1], pick)):
                 on_host = self._with_solved_recomputation(pick, on_host=True)
-                if on_host and (must_save_on_host or self._usual_hosts_hold(on_host)):
+                best_value = min(value(candidate.layout) for candidate in fitting)
+                if on_host and (
+                    must_save_on_host
+                    or (self._usual_hosts_hold(on_host) and value(on_host.layout) * (1 + _HOST_GAIN) <= best_value)
+                ):
                     fitting.append(on_host)
         raise self._nothing_fits(too_large)
 
@@ -269,12 +275,12 @@ class Layouts(LayoutFigures):
         return candidate.layout.activations.memory_bytes <= min(room_bytes)
 
     def _gains_without_recomputation(self, best: LayoutCandidate, pick: LayoutCandidate) -> bool:
-        """Return whether ``best`` would be slower than ``pick`` without recomputation by more than ``LEAST_GAIN``.
+        """Return whether ``best`` would be slower than ``pick`` without recomputation by more than ``_HOST_GAIN``.
 
         If not, nothing that avoids recomputation, such as saving on the host, is worth trying.
         """
         ideal = self._cost(pick.layout.devices, pick.sharding, "none", pick.layout.passes, pick.rows)
-        return ideal is not None and (best.layout.step_s or 0.0) > (ideal.layout.step_s or 0.0) * (1 + LEAST_GAIN)
+        return ideal is not None and (best.layout.step_s or 0.0) > (ideal.layout.step_s or 0.0) * (1 + _HOST_GAIN)
 
     def _pick_with_settings(self, pick: LayoutCandidate, fitting: list[LayoutCandidate], goal: Goal) -> LayoutCandidate:
         """Return the best layout once each has its own best DDP buckets or FSDP2 prefetch.
