@@ -34,7 +34,7 @@ from ddltool.units import show_hours, show_money, show_rate, show_seconds
 _CHOICES, _OTHERS = 10, 2.0
 # From this amount of dollars on, a table shows thousands.
 _THOUSANDS = 10_000
-_REDONE = {"selective": "some", "chosen": "some", "full": "all"}
+_REDONE = {"selective": "some", "full": "all"}
 _HOW = {
     "bsp": "equal batches (bsp)",
     "lb-bsp": "batches by speed (lb-bsp)",
@@ -160,7 +160,7 @@ def _choices(plan: Plan, decision: Decision) -> list[_Choice]:
 
     def of_option(option: Option, remark: str) -> _Choice:
         """Return the choice of a compared option; ``remark``: its last column."""
-        layout = next((candidate for candidate in decision.layouts if _is_option_of(candidate, option)), None)
+        layout = _layout_of(decision, option)
         how = _HOW[option.strategy]
         checkpointing = ""
         how = how.partition(" (")[0] if decision.layouts else how
@@ -282,12 +282,17 @@ def _short_layout(layout: Layout) -> tuple[str, str]:
     return how, checkpointing
 
 
-def _is_option_of(layout: Layout, option: Option) -> bool:
-    """Return whether an option was made of this layout: same words, devices and memory."""
-    if option.memory_bytes is None:
-        return False
-    has_same_memory = abs(max(layout.memory_bytes.values()) - option.memory_bytes) <= 1  # byte; both were rounded
-    return layout.text == option.order and layout.devices == option.devices and has_same_memory
+def _layout_of(decision: Decision, option: Option) -> Layout | None:
+    """Return the layout of which an option was made: that of its words, devices and memory whose step is nearest to its own."""
+    made_of = [
+        layout
+        for layout in decision.layouts
+        if option.memory_bytes is not None
+        and layout.text == option.order
+        and layout.devices == option.devices
+        and abs(max(layout.memory_bytes.values()) - option.memory_bytes) <= 1  # byte; both were rounded
+    ]
+    return min(made_of, key=lambda layout: abs((layout.step_s or math.inf) - option.iteration_s), default=None)
 
 
 def _samples_each(layout: Layout) -> str:
