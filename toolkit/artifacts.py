@@ -315,6 +315,12 @@ def parse(document: dict[str, Any], model: type[A], where: str) -> A:
     """
     wanted = kind_of(model)
     kind = document.get("kind", wanted if "schema_version" not in document else None)
+    if "kind" not in document and not {"model_type", "_class_name"}.isdisjoint(document):
+        library = "transformers" if "model_type" in document else "diffusers"
+        raise InputError(where, "is the configuration of a model", f"write {library}:{where}")
+    if kind == "ddltool.command_plan" != wanted:
+        problem = "is of a command: its script trains, and nothing is emitted for it"
+        raise InputError(f"{where}:kind", problem, f"run the command it names, or give a {wanted}")
     if kind != wanted:
         raise InputError(f"{where}:kind", f"is {kind!r}", f"expected {wanted!r}")
     version = document.get("schema_version", SCHEMA_VERSION)

@@ -131,6 +131,7 @@ def test_a_bad_row_is_named(run: Cli, tmp_path: Path, rows: list[str], message: 
     ("arguments", "message"),
     [
         (("--policy", "polux"), "unknown policy 'polux'; did you mean \"pollux\"?"),
+        (("--policy", "all,fifo"), "--policy: is 'all' with others; give all alone, or names"),
         (("--policy", ","), "--policy: names no policy"),
         (("--interval", "0"), "--interval: is 0.0; from 1 to 604800 seconds"),
         (("--interval", "1e300"), "--interval: is 1e+300; from 1 to 604800 seconds"),

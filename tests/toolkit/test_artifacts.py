@@ -26,6 +26,7 @@ from ddltool.artifacts import (
     check_writable,
     load,
     opened,
+    parse,
     read_document,
     read_lines,
     read_text,
@@ -61,6 +62,22 @@ def test_unreadable_documents(tmp_path: Path, name: str, text: str, message: str
     (tmp_path / name).write_text(text)
     with pytest.raises(InputError, match=message):
         read_document(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        (
+            {"model_type": "llama", "hidden_size": 8},
+            "c.json: is the configuration of a model; write transformers:c.json",
+        ),
+        ({"_class_name": "UNet2DModel"}, "c.json: is the configuration of a model; write diffusers:c.json"),
+        ({"kind": "ddltool.command_plan", "schema_version": 1}, "c.json:kind: is of a command"),
+    ],
+)
+def test_what_is_no_job_says_what_to_do_with_it(document: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        parse(document, Job, "c.json")
 
 
 def test_missing_binary_and_truncated_files(tmp_path: Path) -> None:

@@ -37,12 +37,17 @@ _FLAVORS = {"17B-16E": "17bx16e", "17B-128E": "17bx128e", "": "671B"}
 def job_config(plan: Plan) -> tuple[Settings, list[str]]:
     """Return torchtitan's settings by section, and their gaps: the parts of the plan that they leave out, with remedies.
 
-    Raises InputError for a plan that they cannot express: float16, DDP beside tensor or pipeline parallelism, and unequal
+    Raises InputError for a plan that they cannot express: LoRA, float16, DDP beside tensor or pipeline parallelism, and unequal
     batches.
     """
     degrees, gaps = shares(plan, "torchtitan")
     run, settings_gaps = run_settings(plan)
     precision = PRECISIONS[run.precision]
+    if run.lora:
+        problem = "trains all parameters, and the plan is of LoRA adapters"
+        raise InputError(
+            "--target torchtitan", problem, "give --target accelerate, deepspeed or hook, with peft's adapters"
+        )
     if precision.computes == "float16":
         problem = f"has no precision {run.precision}"
         raise InputError(

@@ -53,6 +53,8 @@ def policies(
     settings = {"power": power, "delay_s": delay_s, "seed": seed}
     makers: dict[str, Callable[[], SchedulingPolicy]] = {}
     for name in chosen_names:
+        if name == "all":
+            raise InputError("--policy", "is 'all' with others", "give all alone, or names")
         if name not in POLICIES:
             raise InputError("--policy", f"unknown policy {name!r}", did_you_mean(name, [*POLICIES, "all"]))
         parameters = inspect.signature(POLICIES[name]).parameters

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -168,6 +168,9 @@ class Candidates:
             if self.job.asks_for_hosts and strategy not in get_args(Split):
                 left_out[strategy] = Infeasible(f"keeps all on the devices, and offload asks for {self.job.offload}")
                 continue
+            if self.job.compile and self.model.layouts is not None and strategy in ("est", "elastic-bsp"):
+                left_out[strategy] = Infeasible("torch.compile is not modelled for it")
+                continue
             try:
                 overall = self.best(strategy, problem)
             except Infeasible as error:
@@ -236,6 +239,8 @@ class Candidates:
     def _on_hosts(self, problem: Problem) -> list[Candidate]:
         """Return the best plan with activations in the hosts' memory and the best with the state there, as far as they fit.
 
+        A plan for which the hosts need more memory than usual ones have is left out, as one whose step does not fit.
+
         Empty unless the job leaves the use of the hosts' memory to the plan (``offload: auto``).
         """
         layouts, found = self.model.layouts, list[Candidate]()
@@ -244,7 +249,9 @@ class Candidates:
         for what in ("activations", "optimizer"):
             with suppress(Infeasible, InputError):
                 model = replace(self.model, layouts=layouts.on_hosts(what))
-                found.append(replace(self, model=model).best("bsp", problem))
+                candidate = replace(self, model=model).best("bsp", problem)
+                if layouts.usual_hosts_hold(candidate.layouts[0]):
+                    found.append(candidate)
         return found
 
     def _best_in_groups(self, tensor: int, pipeline: int, problem: Problem) -> Candidate | None:
@@ -610,7 +617,15 @@ class Candidates:
         communication = self.model.communication
         if exposed is not None and communication is not None:
             exposed = communication.ordered(device_counts(plan), exposed)
-        return self._cost_plan(plan, problem, exposed, "D1")
+        hooks_s = self._hooks_s(row.device_type for row in plan.assignments) if sum(counts) > 1 else 0.0
+        return self._cost_plan(plan, problem, exposed, "D1", hooks_s=hooks_s)
+
+    def _hooks_s(self, types: Iterable[str]) -> float:
+        """Return the seconds by which hooks on gradients lengthen a step of exchanging processes, on the slowest of types."""
+        layouts = self.model.layouts
+        if layouts is None:
+            return 0.0
+        return max(layouts.hooks_s(name, self.job.batch_size) for name in types)
 
     def _cost_goodput(self, problem: Problem) -> Candidate:
         """Return the candidate of the goodput plan on the types with a fitted model.
@@ -654,6 +669,7 @@ class Candidates:
         """
         communication, options = self.model.communication, self.options
         overhead_s = self.model.other_s(offer.name for offer in problem.devices)
+        overhead_s += self._hooks_s(offer.name for offer in problem.devices)
         build = partial(plan_elastic_bsp, lookahead=options.lookahead, max_gap=options.max_gap, all_devices=True)
         counts = {offer.name: offer.count for offer in problem.devices}
         exposures: dict[str, Exposed] = {}  # by device type
@@ -666,6 +682,7 @@ class Candidates:
                 else communication.asynchronous(counts, float(iteration_s))
             )
             whole_s = iteration_s + Fraction(exposed.best_s) + Fraction(self.model.other_s([device.name]))
+            whole_s += Fraction(self._hooks_s([device.name]))
             slowed_devices.append(replace(device, capability_per_s=1 / whole_s))
             exposures[device.name] = exposed
         plan = build(replace(problem, devices=tuple(slowed_devices)))
@@ -711,6 +728,7 @@ class Candidates:
         *,
         compute_s: float | None = None,
         other_s: float | None = None,
+        hooks_s: float = 0.0,
         update: Mapping[str, object] | None = None,
     ) -> Candidate:
         """Return the candidate of a plan: its step is the sum of compute, exposed communication and other time.
@@ -724,6 +742,7 @@ class Candidates:
             kept: the determinism level of the results.
             compute_s: seconds of compute in a step; None: the plan's ``iteration_s``.
             other_s: seconds of neither compute nor communication; None: from the job model.
+            hooks_s: seconds that hooks of DDP on the host add to these.
             update: fields of the option that replace those derived here.
         """
         computing_s = plan.iteration_s if compute_s is None else compute_s
@@ -736,6 +755,7 @@ class Candidates:
             other_s = self.model.other_s(devices, skewed_s)
             # The imbalance was measured on the earlier run's devices; on others it may be as little as 0.
             less_s = self.model.imbalance * skewed_s if devices != self.model.seen else 0.0
+        other_s += hooks_s
         step_s = computing_s + wait.best_s + other_s
         if wait.low_s is not None and wait.high_s is not None:
             less_s, more_s = less_s + wait.best_s - wait.low_s, wait.high_s - wait.best_s

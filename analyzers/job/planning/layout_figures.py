@@ -117,8 +117,9 @@ class LayoutFigures:
     forward and backward pass on a device; a step of several passes accumulates their gradients.
 
     The private fields cache by: ``_timed`` (device type, samples, recomputation, work), ``_missing`` (usable bytes, sharding,
-    recomputation, samples) and ``_peaks`` (the last three of these) in bytes, ``_settings`` the layout as JSON, ``_savings``
-    recomputation key, ``_solved`` the layout as JSON and whether blocks save on the host.
+    recomputation, samples) and ``_peaks`` (the last three of these) in bytes, ``_settings`` the layout as JSON, ``_solved``
+    that and whether blocks save on the host; by recomputation key ``_savings`` and ``_unproven_s``, by how many seconds of a
+    pass that choice may be above the least.
     """
 
     work: WorkCurve
@@ -138,6 +139,7 @@ class LayoutFigures:
     _peaks: dict[tuple[Sharding, str, int], float] = field(default_factory=dict)
     _settings: dict[str, tuple[BucketSetting | None, PrefetchSetting | None]] = field(default_factory=dict)
     _savings: dict[str, Saving] = field(default_factory=dict)
+    _unproven_s: dict[str, float] = field(default_factory=dict)
     _solved: dict[tuple[str, bool], LayoutCandidate | None] = field(default_factory=dict)
 
     def _with_settings(self, candidate: LayoutCandidate) -> Layout:
@@ -311,6 +313,12 @@ class LayoutFigures:
         if self.degrees.gpus > 1:
             return timed.program
         return hooked(with_copies(timed.program, timed.graph, sharding), timed.graph, sharding)
+
+    def hooks_s(self, name: str, batch_size: int) -> float:
+        """Return by how many seconds DDP's hooks on the host lengthen a pass of ``batch_size`` samples on a device type."""
+        ddp = Sharding(kind="ddp")
+        timed = self._timed_pass(name, batch_size, "none", ddp)
+        return max(0.0, self._hooked(timed, ddp).compute_s - timed.program.compute_s)
 
     def _work(self, sharding: Sharding) -> WorkCurve:
         """Return the step's operations as a function of the batch size, as this sharding (and compilation) runs them."""
@@ -709,6 +717,7 @@ class LayoutFigures:
             return None
         key = f"chosen {len(self._savings)}"
         self._savings[key] = recomputation.saving
+        self._unproven_s[key] = recomputation.cost_s - recomputation.bound_s
         better = self._cost(layout.devices, candidate.sharding, key, layout.passes, candidate.rows)
         if better is None or (better.layout.step_s or 0) >= (layout.step_s or 0) * (1 - 1e-6):
             return None
@@ -716,6 +725,12 @@ class LayoutFigures:
             size <= self.kinds[device_type].usable_bytes for device_type, size in better.layout.memory_bytes.items()
         )
         return better if fits else None
+
+    def _recomputation_gap(self, candidate: LayoutCandidate) -> float:
+        """Return how much longer a step is than its bound by what a solver chose to recompute, as a share of the bound."""
+        unproven_s = candidate.layout.passes * self._unproven_s.get(candidate.recompute, 0.0)
+        step_s = candidate.layout.step_s or math.inf
+        return unproven_s / (step_s - unproven_s) if unproven_s < step_s else 0.0
 
     def _too_large(self, used: Mapping[str, int], sharding: Sharding, recompute: str) -> LayoutCandidate:
         """Return the record of a layout that does not hold one sample per device, with the bytes that the smallest lacks."""

@@ -58,9 +58,8 @@ _LISTED = 8
 _MOST_SOUGHT = 4096
 # By how much a step has to gain by activations on the host: how far their copies hide is known worse than other times.
 _HOST_GAIN = 0.05
-# Clouds and vendors sell hosts with two to four times their devices' memory up to 80 GB (g4dn.12xlarge, p3dn, p4d, p5), and
-# with 256 GB for each larger device (p5en, p6); some of it is the system's.
-_HOST_SHARE, _HOST_BYTES = 2.75, 240e9
+# Clouds and vendors sell hosts with up to 256 GB for each device (p5, p5en, p6); some of it is the system's.
+_HOST_BYTES = 240e9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +174,8 @@ class Layouts(LayoutFigures):
         # 3. List the others: all layouts on the same devices, the best of other devices, and what nearly fits.
         same_devices, _ = self._layouts_on(problem, problem.counts(pick.layout.devices), equal, goal)
         gap = value(pick.layout) / best.bound - 1 if best.bound else math.inf
-        return [pick, *self._others_listed(pick, [*same_devices, *fitting], too_large, value)], max(0.0, gap)
+        gap = max(0.0, gap, self._recomputation_gap(pick))
+        return [pick, *self._others_listed(pick, [*same_devices, *fitting], too_large, value)], gap
 
     def _others_listed(
         self,
@@ -239,10 +239,13 @@ class Layouts(LayoutFigures):
             if self.saves_on_host and (must_save_on_host or self._gains_without_recomputation(fitting[-1], pick)):
                 on_host = self._with_solved_recomputation(pick, on_host=True)
                 best_value = min(value(candidate.layout) for candidate in fitting)
-                if on_host and (
-                    must_save_on_host
-                    or (self._usual_hosts_hold(on_host) and value(on_host.layout) * (1 + _HOST_GAIN) <= best_value)
-                ):
+                is_by_itself = (
+                    on_host is not None
+                    and self.usual_hosts_hold(on_host.layout)
+                    and not self._shares_host_link(on_host.layout)
+                    and value(on_host.layout) * (1 + _HOST_GAIN) <= best_value
+                )
+                if on_host is not None and (must_save_on_host or is_by_itself):
                     fitting.append(on_host)
         raise self._nothing_fits(too_large)
 
@@ -264,15 +267,17 @@ class Layouts(LayoutFigures):
         )
         return [] if retry is None or retry.layout.missing_bytes else [retry]
 
-    def _usual_hosts_hold(self, candidate: LayoutCandidate) -> bool:
-        """Return whether hosts have memory for the activations that a layout saves there, by what hosts have per device."""
-        assert candidate.layout.activations is not None
-        room_bytes = [
-            min(count, self.kinds[name].fabric.gpus_per_node)
-            * min(_HOST_SHARE * self.kinds[name].usable_bytes, _HOST_BYTES)
-            for name, count in candidate.layout.devices.items()
-        ]
-        return candidate.layout.activations.memory_bytes <= min(room_bytes)
+    def usual_hosts_hold(self, layout: Layout) -> bool:
+        """Return whether hosts have memory for what a layout keeps there, activations or state, by what hosts have a device."""
+        kept_bytes = [kept.memory_bytes for kept in (layout.activations, layout.offload) if kept is not None]
+        most_on_host = min(min(count, self.kinds[name].fabric.gpus_per_node) for name, count in layout.devices.items())
+        return sum(kept_bytes) <= most_on_host * _HOST_BYTES
+
+    def _shares_host_link(self, layout: Layout) -> bool:
+        """Return whether a device's exchanges with others take the link to its host, too, for which nothing is counted."""
+        return sum(layout.devices.values()) > 1 and any(
+            self.kinds[name].model.device.link.startswith("PCIe") for name in layout.devices
+        )
 
     def _gains_without_recomputation(self, best: LayoutCandidate, pick: LayoutCandidate) -> bool:
         """Return whether ``best`` would be slower than ``pick`` without recomputation by more than ``_HOST_GAIN``.
@@ -340,7 +345,7 @@ class Layouts(LayoutFigures):
         return goal.of(step_s, sum(devices.values()), price_per_hour * step_s / 3600) > limit
 
     def plainest(self, problem: Problem) -> LayoutCandidate:
-        """Return what a careful engineer would run: an equal split over all devices, the fastest of DDP and FSDP2.
+        """Return what a careful engineer would run: equal shares on all devices; the fastest of DDP, FSDP2 and HSDP by nodes.
 
         Where none fits, it is the fastest of those on a single device type; where none fits there either, the best layout.
         """
@@ -368,13 +373,21 @@ class Layouts(LayoutFigures):
     def _plainest_fitting(self, problem: Problem) -> list[LayoutCandidate]:
         """Return a list with the simplest of the fastest equal splits that fit torch's allocator; empty where none fits.
 
-        Plain ones (one device, DDP, FSDP2) are preferred to all others.
+        Plain ones (one device, DDP, FSDP2, HSDP that shards within nodes) are preferred to all others.
         """
+        node_sizes = {self._between(device.name).gpus_per_node for device in problem.devices}
+
         fitting = list[LayoutCandidate]()
         for counts in _largest_counts(problem, self.total):
             fits, _ = self._layouts_on(problem, counts, True, Goal())
             fitting += fits
-        fitting = [candidate for candidate in fitting if candidate.sharding.kind in _PLAIN] or fitting
+        plain = [
+            candidate
+            for candidate in fitting
+            if candidate.sharding.kind in _PLAIN
+            or (candidate.sharding.kind == "hsdp" and {candidate.sharding.shard} == node_sizes)
+        ]
+        fitting = plain or fitting
         while fitting:
             plainest = _simplest(fitting, self.value(Goal()))
             if not self._missing_bytes(plainest):

@@ -191,7 +191,7 @@ class Goal:
         run = self.run(option)
         if run is None:
             return
-        used_text = f"by {option.strategy} on {' + '.join(f'{count} {name}' for name, count in option.devices.items())}"
+        used_text = f"on {' + '.join(f'{count} {name}' for name, count in option.devices.items())}"
         if run.hours * HOUR_S > self.deadline_s * (1 + 1e-9):
             allowed_hours = self.deadline_s / HOUR_S
             raise Missed(

@@ -63,6 +63,8 @@ def _plan_job(strategy: str, job: Job, job_file: Path, options: PlanOptions) -> 
     """
     if job.asks_for_hosts and strategy not in ("auto", *get_args(Split)):
         raise InputError("offload", f"{strategy} keeps all on the devices", "give none, or --strategy auto")
+    if job.compile and strategy in ("est", "elastic-bsp") and job_inputs.traceable(job):
+        raise InputError("compile", f"is not modelled for {strategy}", "leave it out, or give --strategy auto")
     if strategy == "auto":
         return auto_plan(job, job_file, options)
     if strategy == "goodput":

@@ -10,7 +10,6 @@ offloading for training DNNs", NeurIPS 2021, for both in one choice.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -79,7 +78,8 @@ def cheapest(
         optimizer: a name of ``OPTIMIZERS``.
         budget_bytes: the most bytes of tensors at one time.
         batch_size: local samples; None: as many as were traced.
-        limit_s: time limit of each search; the best choice found by then is returned with its bound.
+        limit_s: limit of each search, in seconds as the solver counts them from its steps, so that an answer does not depend
+            on the machine; the best choice found by then is returned with its bound.
         host_bytes_per_s: of the device's link to its host, one way; 0: nothing goes there.
         gap: a choice proven to take no more than this share of a step longer than the best ends the search; above 0, copies of
             many blocks are not searched for longer than it takes to round.
@@ -146,9 +146,7 @@ def _cheapest_within(
     """
     all_recomputed: dict[str, tuple[int, ...]] = dict.fromkeys(names, ())  # this holds least on the device
     options = options_of(1, 0.0)
-    choice, bound_s = _solve(
-        options, budget_bytes, time.perf_counter() + limit_s, known=Saving(saved_ops=all_recomputed), gap=gap
-    )
+    choice, bound_s = _solve(options, budget_bytes, limit_s, known=Saving(saved_ops=all_recomputed), gap=gap)
     # Of a window of half the blocks or more at most half could go to the host: it is not tried.
     windows = [window for window in WINDOWS if 2 * window < len(names)] if host_bytes_per_s else []
     for window in windows:
@@ -159,8 +157,7 @@ def _cheapest_within(
             known = options.saving(choice)
             most_s = options.cost_s(choice)
         options_with_host = options_of(window, host_bytes_per_s)  # all choices without the host are in it
-        deadline = time.perf_counter() + limit_s
-        choice_with_host, bound_s = _solve(options_with_host, budget_bytes, deadline, most_s, known, gap)
+        choice_with_host, bound_s = _solve(options_with_host, budget_bytes, limit_s, most_s, known, gap)
         if choice_with_host is not None and (choice is None or options_with_host.cost_s(choice_with_host) < most_s):
             choice = choice_with_host
             options = options_with_host
@@ -169,7 +166,7 @@ def _cheapest_within(
         if choice is not None:
             break
     if choice is None:
-        smallest_choice, _ = _solve(options, None, time.perf_counter() + limit_s)
+        smallest_choice, _ = _solve(options, None, limit_s)
         least_bytes = np.inf if smallest_choice is None else float(options.curve(smallest_choice).max())
         least, budget = show_bytes(least_bytes), show_bytes(budget_bytes)
         text = f"no choice of activations to compute again holds the tensors of a step within {budget}; the least is {least}"
@@ -185,7 +182,7 @@ def _cheapest_within(
 def _solve(
     options: SavingOptions,
     budget_bytes: float | None,
-    deadline: float,
+    limit_s: float,
     most_s: float = np.inf,
     known: Saving | None = None,
     gap: float = 0.0,
@@ -198,7 +195,8 @@ def _solve(
         options: what each block may save.
         budget_bytes: the most bytes of tensors at one time; None: the choice that needs least memory is returned, and the
             second value has no meaning.
-        deadline: when the search ends, on the clock of ``time.perf_counter``.
+        limit_s: seconds of each round's search, as the solver counts them from its steps: on any machine it ends at the same
+            choice, unless that takes five times as long.
         most_s: the most seconds that a choice may cost.
         known: what blocks save in a choice from which the search starts; None: it starts from nothing.
         gap: a choice proven to take no more than this share of a step longer than the best ends the search.
@@ -219,7 +217,9 @@ def _solve(
         if known:
             for variable, hint in zip(variables, program.hints(known), strict=False):
                 model.add_hint(variable, hint)
-        solver = solver_for(max(deadline - time.perf_counter(), 0.1), 0)  # a late round still gets a moment
+        counted_s = max(limit_s, 0.1)
+        solver = solver_for(5 * counted_s, 0)
+        solver.parameters.max_deterministic_time = counted_s
         if budget_bytes is not None and gap:
             solver.parameters.absolute_gap_limit = program.cost(gap * options.step_s)
         if options.copies:

@@ -137,6 +137,13 @@ def test_float8_brings_its_converter_and_section() -> None:
     assert sections["quantize.linear.float8"]["enable_fsdp_float8_all_gather"] is False  # as planned
 
 
+def test_torchtitan_which_has_no_adapters_refuses_them() -> None:
+    with pytest.raises(
+        InputError, match="--target torchtitan: trains all parameters, and the plan is of LoRA adapters; "
+    ):
+        job_config(made_plan(run={"lora": 16}))
+
+
 @pytest.mark.parametrize(
     ("model", "named"),
     [

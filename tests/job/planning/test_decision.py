@@ -872,9 +872,7 @@ def test_deadlines_budgets_and_fewest_devices() -> None:
     assert (within.decision.run.price or 0) <= (price[0] or 0) * (1 + 1e-6)
     few = plan(objective="fewest-devices", deadline_s=3600.0 * 2.0)
     assert sum(device_counts(few).values()) == 4  # of 2 mini-batches a second each: 8 in a second
-    with pytest.raises(
-        Infeasible, match=r"deadline: the whole run takes 40 min by [a-z-]+ on 8 A \+ 8 B, 60 s allowed"
-    ):
+    with pytest.raises(Infeasible, match=r"deadline: the whole run takes 40 min on 8 A \+ 8 B, 60 s allowed"):
         plan(deadline_s=60.0)
     with pytest.raises(Infeasible, match=r"budget: the whole run costs \$8.00 by [a-z-]+ on \d B, \$0.01 allowed"):
         plan(budget=0.01)

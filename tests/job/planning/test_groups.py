@@ -368,9 +368,9 @@ def test_a_step_gains_by_activations_on_the_host() -> None:
     assert host is not None
     assert host.layout.activations is not None
     assert (host.layout.step_s or 0.0) < (alone.layout.step_s or 0.0)
-    assert made._usual_hosts_hold(host)
-    more = host.layout.activations.model_copy(update={"memory_bytes": 3 * made.kinds["A100"].usable_bytes})
-    assert not made._usual_hosts_hold(replace(host, layout=host.layout.model_copy(update={"activations": more})))
+    assert made.usual_hosts_hold(host.layout)
+    more = host.layout.activations.model_copy(update={"memory_bytes": 300e9})
+    assert not made.usual_hosts_hold(host.layout.model_copy(update={"activations": more}))
     compiled = made.alternatives(host)["torch.compile"].step_s(host)
     assert compiled is not None
     assert 0.5 < compiled / (host.layout.step_s or 0.0) < 0.98

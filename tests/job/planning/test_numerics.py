@@ -148,3 +148,17 @@ def test_a_small_model_is_told_that_it_waits_for_python() -> None:
         large = dt.plan(small, devices="2xH100", batch_size=samples, precision="bf16")
         assert large.decision is not None
         assert "Python" not in large.decision.words[1]
+
+
+def test_what_exchanges_gradients_has_hooks_and_what_is_not_modelled_compiled_is_left_out() -> None:
+    how = {"devices": "4xA100", "batch_size": 64, "precision": "bf16"}
+    small = convolutions(8, 32)
+    compared, compiled = (dt.plan(small, **how, compile=compiles).decision for compiles in (False, True))
+    assert compared is not None
+    assert compiled is not None
+    added = {option.strategy: option.other_s for option in compared.options if sum(option.devices.values()) == 4}
+    assert added["elastic-bsp"] == pytest.approx(added["est"], rel=0.01)
+    assert added["est"] > 1e-4
+    assert {"est", "elastic-bsp"} <= compiled.left_out.keys()
+    with pytest.raises(InputError, match="compile: is not modelled for est"):
+        dt.plan(small, **how, compile=True, strategy="est")
