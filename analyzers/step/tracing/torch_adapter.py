@@ -406,17 +406,18 @@ def _build(build: Callable[[], TrainingStep], mode: Mode, numerics: Numerics) ->
 
 
 def _demand_kept_type(step: TrainingStep, numerics: Numerics) -> None:
-    """Raise InputError if all trained parameters are of a 16-bit type, and the precision says that they are float32.
+    """Raise InputError if all trained parameters are of one type other than float32, which the precision says they are.
 
     Memory, updates and words would be those of float32, which the module does not have.
     """
     trained = [value for value in step.module.parameters() if value.requires_grad and value.is_floating_point()]
     names = {torch.float16: "fp16-pure", torch.bfloat16: "bf16-pure"}
     types = {value.dtype for value in trained}
-    if len(types) == 1 and types <= names.keys() and numerics.format.keeps == "float32":
+    if len(types) == 1 and types <= {*names, torch.float64} and numerics.format.keeps == "float32":
         [kept] = types
         problem = f"has parameters in {str(kept).removeprefix('torch.')}, which {numerics.precision} keeps in float32"
-        raise InputError(step.name, problem, f"give --precision {names[kept]}, or return the module in float32")
+        remedy = f"give --precision {names[kept]}, or return" if kept in names else "return"
+        raise InputError(step.name, problem, f"{remedy} the module in float32")
 
 
 def _float8_note(step: TrainingStep) -> str:

@@ -32,6 +32,8 @@ from ddltool.errors import DdlToolError, InputError, one_line
 from ddltool.plain_values import from_json
 from ddltool.published_models import check_hub_name, find_model, unknown_model
 
+# Fields of configurations that hold the number of a layer's experts.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TABLES: Mapping[str, Any] = tomllib.loads(Path(__file__).with_name("transformers.toml").read_text(encoding="utf-8"))
 
 
@@ -79,6 +81,8 @@ def configured_step(
     if sequence_length is not None and longest is not None and sequence_length > longest:
         excess = f"{sequence_length:,} tokens are more than the {longest:,} that the model is configured for"
         note = join_notes(note, excess)
+    if any((getattr(named.config.get_text_config(), field, 0) or 0) > 1 for field in _EXPERTS):
+        note = join_notes(note, "experts are shared out like other layers, without expert parallelism")
     return TrainingStep(name=named.title, module=module, inputs=bound, loss=loss, note=note)
 
 

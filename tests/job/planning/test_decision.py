@@ -874,7 +874,7 @@ def test_deadlines_budgets_and_fewest_devices() -> None:
     assert sum(device_counts(few).values()) == 4  # of 2 mini-batches a second each: 8 in a second
     with pytest.raises(Infeasible, match=r"deadline: the whole run takes 40 min on 8 A \+ 8 B, 60 s allowed"):
         plan(deadline_s=60.0)
-    with pytest.raises(Infeasible, match=r"budget: the whole run costs \$8.00 by [a-z-]+ on \d B, \$0.01 allowed"):
+    with pytest.raises(Infeasible, match=r"budget: the whole run costs \$8.00 on \d B, \$0.01 allowed"):
         plan(budget=0.01)
     with pytest.raises(
         Infeasible, match=r"budget and deadline: no plan keeps both: the fastest plan costs .*; the cheapest"
