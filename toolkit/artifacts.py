@@ -319,7 +319,7 @@ def parse(document: dict[str, Any], model: type[A], where: str) -> A:
         library = "transformers" if "model_type" in document else "diffusers"
         raise InputError(where, "is the configuration of a model", f"write {library}:{where}")
     if kind == "ddltool.command_plan" != wanted:
-        problem = "is of a command: its script trains, and nothing is emitted for it"
+        problem = "is of a command, whose script trains as it is"
         raise InputError(f"{where}:kind", problem, f"run the command it names, or give a {wanted}")
     if kind != wanted:
         raise InputError(f"{where}:kind", f"is {kind!r}", f"expected {wanted!r}")

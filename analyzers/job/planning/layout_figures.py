@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import cycle
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
@@ -45,6 +45,9 @@ from ddltool.errors import Infeasible, InputError
 from ddltool.graph import Graph
 from ddltool.plans import Assignment, BucketSetting, Plan, PrefetchSetting, ShardingSetting
 from ddltool.units import counted, show_bytes
+
+if TYPE_CHECKING:  # it loads a solver
+    from ddltool.analyzers.step.costs.checkpointing import CheckpointingChoice
 
 Accept = Callable[[Layout], bool]
 WAYS: tuple[Checkpointing, ...] = ("none", "selective", "full")
@@ -118,8 +121,7 @@ class LayoutFigures:
 
     The private fields cache by: ``_timed`` (device type, samples, recomputation, work), ``_missing`` (usable bytes, sharding,
     recomputation, samples) and ``_peaks`` (the last three of these) in bytes, ``_settings`` the layout as JSON, ``_solved``
-    that and whether blocks save on the host; by recomputation key ``_savings`` and ``_unproven_s``, by how many seconds of a
-    pass that choice may be above the least.
+    that and whether blocks save on the host; by recomputation key ``_choices``.
     """
 
     work: WorkCurve
@@ -138,8 +140,7 @@ class LayoutFigures:
     _missing: dict[tuple[float, Sharding, str, int], float] = field(default_factory=dict)
     _peaks: dict[tuple[Sharding, str, int], float] = field(default_factory=dict)
     _settings: dict[str, tuple[BucketSetting | None, PrefetchSetting | None]] = field(default_factory=dict)
-    _savings: dict[str, Saving] = field(default_factory=dict)
-    _unproven_s: dict[str, float] = field(default_factory=dict)
+    _choices: dict[str, CheckpointingChoice] = field(default_factory=dict)
     _solved: dict[tuple[str, bool], LayoutCandidate | None] = field(default_factory=dict)
 
     def _with_settings(self, candidate: LayoutCandidate) -> Layout:
@@ -230,7 +231,7 @@ class LayoutFigures:
     def changed(self, **fields: Any) -> Self:
         """Return the figures of the same job with other fields, and with empty caches, whose keys do not hold these fields.
 
-        Only the solver's choices of recomputation (``_savings``) stay, because layouts refer to them.
+        Only the solver's choices of recomputation (``_choices``) stay, because layouts refer to them.
         """
         return replace(self, _timed={}, _missing={}, _peaks={}, _settings={}, _solved={}, **fields)
 
@@ -715,9 +716,8 @@ class LayoutFigures:
             return None
         if bool(recomputation.saving.on_host) != on_host:  # saving on the host brings nothing
             return None
-        key = f"chosen {len(self._savings)}"
-        self._savings[key] = recomputation.saving
-        self._unproven_s[key] = recomputation.cost_s - recomputation.bound_s
+        key = f"chosen {len(self._choices)}"
+        self._choices[key] = recomputation
         better = self._cost(layout.devices, candidate.sharding, key, layout.passes, candidate.rows)
         if better is None or (better.layout.step_s or 0) >= (layout.step_s or 0) * (1 - 1e-6):
             return None
@@ -728,7 +728,8 @@ class LayoutFigures:
 
     def _recomputation_gap(self, candidate: LayoutCandidate) -> float:
         """Return how much longer a step is than its bound by what a solver chose to recompute, as a share of the bound."""
-        unproven_s = candidate.layout.passes * self._unproven_s.get(candidate.recompute, 0.0)
+        choice = self._choices.get(candidate.recompute)
+        unproven_s = 0.0 if choice is None else candidate.layout.passes * (choice.cost_s - choice.bound_s)
         step_s = candidate.layout.step_s or math.inf
         return unproven_s / (step_s - unproven_s) if unproven_s < step_s else 0.0
 
@@ -847,8 +848,8 @@ class LayoutFigures:
 
         ``recompute``: a way that is the same for every block, or the key of a choice by the solver (:class:`LayoutCandidate`).
         """
-        if recompute in self._savings:
-            return self._savings[recompute]
+        if recompute in self._choices:
+            return self._choices[recompute].saving
         return self._work(sharding).lifetimes(size).every_saving(recompute)
 
     def _timed_pass(self, name: str, size: int, recompute: str, sharding: Sharding) -> _Timed:

@@ -189,7 +189,7 @@ def _solve(
 ) -> tuple[list[int] | None, float]:
     """Return (cheapest choice within a budget, lower bound on the seconds of any choice).
 
-    If no choice fits that costs at most ``most_s``, they are (None, ``most_s``); if none is found in time, (None, 0.0).
+    If no choice fits that costs at most ``most_s``, they are (None, ``most_s``); if none is found in time, None and a bound.
 
     Args:
         options: what each block may save.
@@ -204,15 +204,15 @@ def _solve(
     # Only ``limited_places`` limit memory in the program; each round adds those at which its solution exceeds the limit.
     program = SavingProgram(options)
     limited_places = {int(options.base.argmax())}
+    rounded, least_s = None, 0.0
+    if options.copies and budget_bytes is not None:
+        rounded, least_s = _rounded(program, limited_places, budget_bytes, most_s, gap)
+        if rounded is not None:
+            is_near = options.cost_s(rounded) - least_s <= gap * options.step_s
+            if is_near or (gap and len(options.by_block) > _SEARCHED):
+                return rounded, least_s
+            known = options.saving(rounded)
     while True:
-        rounded, least_s = None, 0.0
-        if options.copies and budget_bytes is not None:
-            rounded, least_s = _rounded(program, limited_places, budget_bytes, most_s, gap)
-            if rounded is not None:
-                is_near = options.cost_s(rounded) - least_s <= gap * options.step_s
-                if is_near or (gap and len(options.by_block) > _SEARCHED):
-                    return rounded, least_s
-                known = options.saving(rounded)
         model, variables = program.of(sorted(limited_places), budget_bytes, most_s).model()
         if known:
             for variable, hint in zip(variables, program.hints(known), strict=False):
@@ -231,7 +231,7 @@ def _solve(
             return rounded, least_s
         choice = program.picked(np.array([solver.value(variable) for variable in variables]))
         limit = solver.value(variables[program.peak_column]) if budget_bytes is None else budget_bytes
-        exceeded_places = _exceeded_places(options, choice, limit) - limited_places
+        exceeded_places = _exceeded_places(options, options.curve(choice), limit) - limited_places
         if not exceeded_places:
             is_proven = status == cp_model.OPTIMAL and not gap  # then cost and bound differ by rounding alone
             bound_s = max(least_s, program.seconds(solver.best_objective_bound))
@@ -239,9 +239,8 @@ def _solve(
         limited_places |= exceeded_places
 
 
-def _exceeded_places(options: SavingOptions, choice: Sequence[int], limit_bytes: float) -> set[int]:
-    """Return the places where a choice holds more than ``limit_bytes``, at most one between two blocks' backward passes."""
-    curve = options.curve(choice)
+def _exceeded_places(options: SavingOptions, curve: Floats, limit_bytes: float) -> set[int]:
+    """Return the places where ``curve`` (places,) exceeds ``limit_bytes``, at most one between two blocks' backward passes."""
     span_ends = np.append(np.sort([block.begins for block in options.lifetimes.blocks]), len(curve))
     fullest_places = [
         begin + int(curve[begin:end].argmax())
@@ -280,11 +279,12 @@ def _rounded(
         if limit_bytes == budget_bytes:
             bound_s = program.seconds(cost)
         choices = program.near(values)
-        excesses = [max(0.0, float(options.curve(choice).max()) - budget_bytes) for choice in choices]
+        curves = [options.curve(choice) for choice in choices]
+        excesses = [max(0.0, float(curve.max()) - budget_bytes) for curve in curves]
         fitting = [choice for choice, excess in zip(choices, excesses, strict=True) if not excess]
         best = min([*fitting, *([best] if best else [])], key=options.cost_s, default=None)
         if best and options.cost_s(best) - bound_s <= gap * options.step_s:
             break
-        limited_places.update(*(_exceeded_places(options, choice, budget_bytes) for choice in choices))
+        limited_places.update(*(_exceeded_places(options, curve, budget_bytes) for curve in curves))
         limit_bytes -= min((excess for excess in excesses if excess), default=0.0)
     return best, bound_s

@@ -199,11 +199,11 @@ class SavingProgram:
             own_fractions[1 : 1 + own.stop - own.start] = values[own]
             own_fractions[0] = 1.0 - values[own].sum()
         kinds = [*zip(self.options.by_block, self.options.recompute_s, self.options.copy_s, strict=True)]
+        runs = [list(indices) for _, indices in groupby(range(len(kinds)), key=lambda index: kinds[index])]
         choices = []
         for width, step in product(_AVERAGED, (1, -1)):
             choice = [0] * len(kinds)
-            for _, run_of_one_kind in groupby(range(len(kinds)), key=lambda index: kinds[index]):
-                indices = list(run_of_one_kind)
+            for indices in runs:
                 carried = np.zeros(1 + widest)
                 for index in indices[::step]:
                     first = max(indices[0], index - width // 2)

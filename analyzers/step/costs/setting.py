@@ -112,7 +112,7 @@ class Setting:
 
     def __post_init__(self) -> None:
         """Raise InputError for an unknown checkpointing, sharding or optimizer, and for one that cannot run on the host."""
-        kind, _ = split_way(self.checkpointing)
+        kind = split_way(self.checkpointing)[0]
         if not any(sign.isdigit() for sign in kind) and kind not in get_args(Checkpointing):
             suggestion = did_you_mean(self.checkpointing, (*get_args(Checkpointing), "40GiB", "full:cpu", "40GiB:cpu"))
             raise InputError("--checkpointing", f"unknown {self.checkpointing!r}", suggestion)

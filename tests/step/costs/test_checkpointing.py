@@ -132,7 +132,7 @@ def test_copies_of_like_blocks_are_spread_evenly() -> None:
     seconds = lifetimes.seconds(lifetimes.traced.graph.with_durations([1e-6] * nodes, ["rule"] * nodes))
     sharding = Sharding(kind="none")
     least, most = (lifetimes.peak(sharding, "adam", lifetimes.every_block(how)).total_bytes for how in ("full", "none"))
-    # The link takes as long for a block's tensors as the device for its passes and a half.
+    # The link takes about one and a half times as long for a block's tensors as the device for its passes.
     rate = 0.7 * lifetimes.sizes()[lifetimes.owned[3]].sum() / (seconds.sum() / 48)
     budget = least + 0.25 * (most - least)
     near = cheapest(lifetimes, seconds, sharding, "adam", budget, host_bytes_per_s=rate, gap=0.02, limit_s=0.0)
