@@ -132,6 +132,8 @@ def predict(
     trained: dict[str, Any] = {"optimizer": optimizer, "accumulation": accumulation, "compile": compile}
     trained |= {"sharding": sharding, "checkpointing": checkpointing, "layout": layout}
     settings = [Setting(fabric=fabric, **trained) for fabric in fabrics]
+    if max(counts) == 1 and sharding not in ("none", "ddp") and not sharding.endswith(":cpu"):
+        tell(f"note: --sharding {sharding} changes nothing for one replica; --replicas 8 has eight to share its state")
     for spec in devices:
         demand_float8(spec, precision)
     # Several GPUs compute with parameters of the half type; nothing is cast between the ops.

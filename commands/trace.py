@@ -93,6 +93,8 @@ def trace(
     Raises InputError for an unknown name, a source that does not run, and an output that cannot be written.
     """
     _demand_parts(source, oracle)
+    if not exact:
+        refuse("a trace without --exact", ("time_limit_s",), instead="add --exact, or leave it out")
     compression = None if compress is None else parse_compression(compress)
     if output is not None and output == perfetto:
         raise InputError("perfetto", f"is {perfetto}, as -o", "give two different files")

@@ -100,6 +100,8 @@ def read(path: str | Path) -> Any:
     That is a Graph; a DataFrame for a profile or telemetry; a list of rows for a server's events; and for any other kind its
     record, such as a Plan. Raises InputError for an unknown kind, and for a broken, wrong or empty file.
     """
+    if not isinstance(path, (str, Path)):
+        raise InputError("path", f"is a {type(path).__name__}", "give the path of a file")
     return read_any(Path(path)).content
 
 
@@ -111,7 +113,9 @@ def read_any(path: Path) -> ReadArtifact:
     if suffix == ".csv":
         return ReadArtifact(kind="profile", path=path, content=read_profile(path))
     if suffix not in (".json", ".yaml", ".yml"):
-        raise InputError(str(path), "is no artifact by its name", "name a .json, .jsonl or .csv file (.gz accepted)")
+        raise InputError(
+            str(path), "is no artifact by its name", "name a .json, .jsonl, .csv or .yaml file (.gz accepted)"
+        )
     return _from_document(path)
 
 

@@ -66,6 +66,8 @@ class Artifact(Record):
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Self:
         """Return the document in a mapping, which is checked as a file is. Raises InputError naming the wrong field."""
+        if not isinstance(document, Mapping):
+            raise InputError("document", f"is a {type(document).__name__}", "give a mapping, such as a dict of fields")
         return parse({**document}, cls, kind_of(cls).removeprefix("ddltool."))
 
     def save(self, path: str | Path) -> None:

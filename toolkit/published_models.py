@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ddltool.artifacts import read_document
@@ -99,6 +100,21 @@ def find_model(name: str, library: Library = "transformers") -> PublishedModel |
     return model if model is not None and model.library == library else None
 
 
+def configuration_file(name: str) -> tuple[Path, str] | None:
+    """Return (path, title) of the ``config.json`` that a name stands for, None for a name that is no file's nor folder's.
+
+    The name is the file's path, or that of the folder in which the library saved a model; the title is the folder's name for
+    a file called config.json, else the file's without its ending.
+    """
+    path = Path(name)
+    if not name.endswith(".json"):
+        path /= "config.json"
+        if not path.is_file():
+            return None
+    folder = path.absolute().parent.name
+    return path, folder if path.stem == "config" and folder else path.stem
+
+
 def unknown_model(name: str, types: Iterable[str] = (), library: Library = "transformers") -> InputError:
     """Return (not raise) the error for a hub name that is not in the table, with up to four similar names.
 
@@ -131,7 +147,8 @@ def check_hub_name(source: str) -> None:
     """
     prefix, _, name = source.partition(":")
     for library in LIBRARIES:
-        if library != prefix or "/" not in name or name.endswith(".json"):
+        name = name.partition("@")[0]
+        if library != prefix or "/" not in name or configuration_file(name) is not None:
             continue
-        if find_model(name.partition("@")[0], library) is None:
+        if find_model(name, library) is None:
             raise unknown_model(name, library=library)

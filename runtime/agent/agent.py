@@ -47,7 +47,8 @@ from ddltool.runtime.hook.loss_scaling import LossScaler, Reduction
 from ddltool.runtime.hook.telemetry import StepRecorder, TelemetryFile, Watcher
 from ddltool.runtime.processes.batches import Pass, VariableBatchSampler
 from ddltool.runtime.processes.checking import is_set
-from ddltool.runtime.processes.job import DistributedJob, count_nodes
+from ddltool.runtime.processes.job import DistributedJob
+from ddltool.runtime.processes.launcher import count_nodes
 from ddltool.runtime.processes.liveness import is_broken
 from ddltool.runtime.processes.same_samples import dataset_length, demand_same_samples
 from ddltool.runtime.processes.step_times import Exchange, Stamp, device_of, is_cuda, stamp

@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 
 from ddltool.artifacts import kind_of
-from ddltool.runtime.processes.job import DistributedJob, count_nodes
+from ddltool.runtime.processes.job import DistributedJob
+from ddltool.runtime.processes.launcher import count_nodes
 from ddltool.runtime.processes.line_files import LineFile, new_run
 from ddltool.runtime.processes.step_times import Exchange, Stamp, peak_memory, seconds_between, stamp
 from ddltool.runtime.processes.stopping import pause_before_exit

@@ -6,9 +6,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
-from ddltool.errors import InputError
+from ddltool.runtime.processes.launcher import launched_number
 
 START_LIMIT_S = 300.0
 """Seconds that processes wait for each other at the start."""
@@ -34,13 +35,7 @@ def job_from_environment(environment: Mapping[str, str] = os.environ) -> Place |
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
         return None
 
-    def number(name: str, default: str | None = None) -> int:
-        """Return a variable, or ``default`` if it is not set, as a whole number. Raises InputError for anything else."""
-        text = environment.get(name, default) or ""
-        if not text.isdecimal():
-            raise InputError(name, f"is {text!r}", "start the job with torchrun")
-        return int(text)
-
+    number = partial(launched_number, environment=environment)
     number("MASTER_PORT")  # only checked here: torch reads it itself
     size = number("WORLD_SIZE")
     local_size = number("LOCAL_WORLD_SIZE", str(size))

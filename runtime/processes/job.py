@@ -6,7 +6,6 @@ An InputError on one rank is raised on all (:meth:`DistributedJob.together`), so
 from __future__ import annotations
 
 import itertools
-import os
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ddltool.errors import InputError
+from ddltool.runtime.processes.launcher import launched_number
 from ddltool.runtime.processes.liveness import LivenessMonitor, job_timeout_s
 
 T = TypeVar("T")
@@ -47,8 +47,8 @@ class DistributedJob:
             if size > 1:
                 LivenessMonitor.of_this_job()
             return cls(rank=dist.get_rank(), world_size=size, side=_side().group if size > 1 else None)
-        planned = os.environ.get("WORLD_SIZE", "1")
-        if planned != "1":
+        planned = launched_number("WORLD_SIZE", "1")
+        if planned != 1:
             problem = f"is not initialised, but WORLD_SIZE is {planned}"
             remedy = "call torch.distributed.init_process_group before runtime.attach"
             raise InputError("torch.distributed", problem, remedy)
@@ -135,18 +135,3 @@ def _side() -> _Side:
         group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timedelta(seconds=job_timeout_s()))
         _sides[world] = _Side(group, itertools.count(1))
     return _sides[world]
-
-
-def count_nodes(world_size: int) -> int:
-    """Return the number of machines in a job of ``world_size`` ranks.
-
-    It is read from the launcher's variables: GROUP_WORLD_SIZE, or else ``world_size / LOCAL_WORLD_SIZE``; 1 without
-    both.
-    """
-    nodes = os.environ.get("GROUP_WORLD_SIZE", "")
-    if nodes.isdecimal() and int(nodes) > 0:
-        return int(nodes)
-    local = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if local.isdecimal() and int(local) > 0:
-        return -(-world_size // int(local))  # rounded up
-    return 1

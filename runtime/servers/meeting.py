@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from ddltool.errors import InputError, listed, one_line
+from ddltool.runtime.processes.launcher import launched_number
 from ddltool.runtime.servers.policies import SyncPolicy
 from ddltool.runtime.servers.transfers import TransferError, TransferPlan
 from ddltool.runtime.servers.wire import BEAT_S, Message, Peer, Wire
@@ -63,11 +64,11 @@ class Meeting:
         The address is ``DDLTOOL_SERVER`` (``HOST:PORT``), with the token ``DDLTOOL_TOKEN``; without them it is in the
         store at ``MASTER_ADDR`` and ``MASTER_PORT``, as torchrun sets them. ``RANK`` and ``WORLD_SIZE`` are this
         process's; with ``DDLTOOL_SERVER`` and without ``RANK`` it joins a running job. Raises InputError where neither
-        address is set, and TransferError when the store does not answer.
+        address is set or a number is none, and TransferError when the store does not answer.
         """
         environment = os.environ
-        rank = int(environment["RANK"]) if "RANK" in environment else None
-        size = int(environment["WORLD_SIZE"]) if "WORLD_SIZE" in environment else None
+        rank = launched_number("RANK") if "RANK" in environment else None
+        size = launched_number("WORLD_SIZE") if "WORLD_SIZE" in environment else None
         if (address := environment.get("DDLTOOL_SERVER")) is not None:
             if not (token := environment.get("DDLTOOL_TOKEN")):
                 raise InputError("DDLTOOL_TOKEN", "is not set", "give all processes of the job the same secret")

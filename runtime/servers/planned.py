@@ -18,7 +18,7 @@ from ddltool.errors import InputError
 from ddltool.plans import Enforcement
 from ddltool.runtime.hook.job import planned_for
 from ddltool.runtime.hook.telemetry import Identity, StepRecorder, TelemetryFile
-from ddltool.runtime.processes.job import count_nodes
+from ddltool.runtime.processes.launcher import count_nodes, launched_number
 from ddltool.runtime.processes.same_samples import dataset_length
 from ddltool.runtime.processes.step_times import is_cuda
 from ddltool.runtime.processes.stopping import refuse_in_one_line
@@ -73,7 +73,7 @@ def follow(
     # The plan's objective is the most iterations per second; with known speeds that is the least waiting per iteration.
     gap = planned.superstep.iteration_gap
     policy = ElasticBSP(planned.superstep.lookahead, objective="per_iteration", max_gap=gap)
-    rank = int(os.environ.get("RANK", "0"))
+    rank = launched_number("RANK", "0")
     if rank == plan.rank_of_server(0):
         model.load_state_dict(Server(model, plan, optimizer, policy).serve(), strict=False)
         return

@@ -179,6 +179,11 @@ def test_commands_say_that_nan_is_no_number(cli: Cli, command: tuple[str, ...], 
     assert refused.error_line == f"{option}: is nan; give a number"
 
 
+def test_a_limit_of_a_search_that_is_not_made_is_refused(cli: Cli) -> None:
+    refused = cli("trace", "zoo:mlp", "--time-limit", "3")
+    assert refused.error_line == "--time-limit: has no part in a trace without --exact; add --exact, or leave it out"
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_its_own_summary_and_one_example_that_it_understands(name: str) -> None:
     summary, example = COMMANDS[name]["summary"], COMMANDS[name].get("example")

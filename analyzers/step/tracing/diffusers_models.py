@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from ddltool.analyzers.step.tracing.step import TrainingStep
 from ddltool.artifacts import read_text
 from ddltool.errors import InputError, one_line
 from ddltool.plain_values import from_json
-from ddltool.published_models import find_model, unknown_model
+from ddltool.published_models import configuration_file, find_model, unknown_model
 
 _PIXELS_PER_LATENT = 8
 """Pixels along a side of an image for each of its latents, as the autoencoders of all these models have it."""
@@ -48,7 +47,8 @@ def diffusers_step(name: str, sequence_length: int | None = None) -> TrainingSte
     The loss is the mean squared error of what it predicts, in float32.
 
     Args:
-        name: of a published model, or the path of its ``config.json``; with ``@SIZE``, images are SIZE x SIZE pixels.
+        name: of a published model, or the path of its ``config.json`` or of its folder; with
+            ``@SIZE``, images are SIZE x SIZE pixels.
         sequence_length: tokens of the text; None: as the model's pipeline encodes it.
 
     Raises InputError for an unknown name, a size that is none, and a model that cannot be built or takes inputs that
@@ -70,20 +70,21 @@ def diffusers_step(name: str, sequence_length: int | None = None) -> TrainingSte
 def _configuration(name: str) -> tuple[str, str, Mapping[str, Any]]:
     """Return (title, name of the class in diffusers, configuration's fields) of a published model or a configuration file.
 
-    The title is the name in results: the model's without its organisation, or the file's. Raises InputError for an unknown
-    name, and for a file that names no class.
+    The title is the name in results: the model's without its organisation, or the folder's or file's. Raises InputError for
+    an unknown name, and for a file that names no class.
     """
-    if not name.endswith(".json"):
+    file = configuration_file(name)
+    if file is None:
         published = find_model(name, "diffusers")
         if published is None:
             raise unknown_model(name, library="diffusers")
         return published.name.partition("/")[2], published.model_type, published.fields
-    path = Path(name)
+    path, title = file
     document = from_json(read_text(path), str(path))
     if not isinstance(document, dict) or not isinstance(document.get("_class_name"), str):
         raise InputError(f"{path}:_class_name", "is missing", _WHICH_FILE)
     fields = {key: value for key, value in document.items() if not key.startswith("_")}
-    return path.stem, document["_class_name"], fields
+    return title, document["_class_name"], fields
 
 
 def _built(class_name: str, fields: Mapping[str, Any], source: str) -> Any:

@@ -30,7 +30,7 @@ from ddltool.analyzers.step.tracing.torch_adapter import join_notes
 from ddltool.artifacts import read_text
 from ddltool.errors import DdlToolError, InputError, one_line
 from ddltool.plain_values import from_json
-from ddltool.published_models import check_hub_name, find_model, unknown_model
+from ddltool.published_models import check_hub_name, configuration_file, find_model, unknown_model
 
 # Fields of configurations that hold the number of a layer's experts.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -54,7 +54,8 @@ def transformers_step(name: str, sequence_length: int | None = None, attention: 
     """Return one training step of a model, without its weights, under the ambient default device.
 
     Args:
-        name: of a published model (``meta-llama/Llama-3.1-8B``), a model type, or the path of a ``config.json``.
+        name: of a published model (``meta-llama/Llama-3.1-8B``), a model type, or the path of a ``config.json`` or
+            of its folder.
         sequence_length: tokens of text; None: 128, or the model's maximum if less.
         attention: eager or sdpa; None: what the library picks.
 
@@ -92,12 +93,12 @@ def named_config(name: str) -> NamedConfig:
     Raises InputError for an unknown name, and for fields that make no configuration. Silences transformers' warnings.
     """
     source = f"transformers:{name}"
-    config_path = Path(name) if name.endswith(".json") else None
+    file = configuration_file(name)
     fields: dict[str, Any] = {}
     title = model_type = name  # the name is a model type, unless it is a file's or a published model's
-    if config_path is not None:
-        fields = _read_config(config_path)
-        title, source = config_path.stem, str(config_path)
+    if file is not None:
+        path, title = file
+        fields, source = _read_config(path), str(path)
         model_type = str(fields.pop("model_type"))
     else:
         check_hub_name(source)

@@ -20,7 +20,7 @@ from ddltool.artifacts import save, to_json
 from ddltool.errors import InputError
 from ddltool.plans import ParameterRecord
 from ddltool.runtime.hook.job import check_parameters
-from ddltool.runtime.processes.job import count_nodes
+from ddltool.runtime.processes.launcher import count_nodes
 from ddltool.telemetry import TelemetryRow
 from tests.helpers.processes import as_job, torchrun
 from tests.helpers.runtime_workers import (

@@ -219,6 +219,9 @@ def test_a_process_without_a_job_says_what_is_missing(monkeypatch: pytest.Monkey
     monkeypatch.setenv("DDLTOOL_SERVER", "10.0.0.7:29600")
     with pytest.raises(InputError, match="DDLTOOL_TOKEN: is not set; give all processes of the job the same secret"):
         Meeting.of_environment()
+    monkeypatch.setenv("RANK", "one")
+    with pytest.raises(InputError, match="RANK: is 'one'; start the job with torchrun"):
+        Meeting.of_environment()
 
 
 def test_modules_of_torch_that_use_their_childrens_weights_wait_for_them() -> None:

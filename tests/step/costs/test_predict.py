@@ -1160,3 +1160,9 @@ def test_a_table_of_several_devices_and_replicas_keeps_its_columns_whole(cli: Cl
     assert "80 % range" in header
     assert "MFU" not in header
     assert max(map(len, lines.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(("sharding", "told"), [("fsdp", True), ("zero1", True), ("ddp", False), ("fsdp:cpu", False)])
+def test_one_replica_is_told_that_it_shares_nothing(cli: Cli, sharding: str, told: bool) -> None:
+    run = cli("predict", "zoo:mlp", "--device", "H100", "--batch-sizes", "8", "--sharding", sharding)
+    assert ("changes nothing for one replica" in run.err) == told

@@ -14,8 +14,9 @@ from ddltool.analyzers.step.tracing.factories import imported
 from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.analyzers.step.tracing.sources import load_graph, resolve_step
 from ddltool.analyzers.step.tracing.transformers_models import build_model, named_config
+from ddltool.errors import InputError
 from ddltool.graph import Graph
-from ddltool.published_models import find_model, published_models
+from ddltool.published_models import check_hub_name, find_model, published_models
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 FAST = {
@@ -102,3 +103,17 @@ def test_no_layer_is_skipped_at_random() -> None:
     named = named_config("facebook/wav2vec2-base-960h")
     assert named.config.layerdrop == 0.0
     assert named.note == "training skips layers at random (layerdrop), each in 10% of the steps; all are counted"
+
+
+def test_a_folder_stands_for_its_configuration_and_names_the_model(tmp_path: Path) -> None:
+    folder = tmp_path / "small-llama"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "llama", "hidden_size": 256, "num_hidden_layers": 2}')
+    (folder / "other.json").write_text('{"model_type": "llama", "hidden_size": 256, "num_hidden_layers": 2}')
+    by_folder, by_file = named_config(str(folder)), named_config(f"{folder}/config.json")
+    assert by_folder.title == by_file.title == "small-llama"
+    assert by_folder.config.hidden_size == 256
+    assert named_config(f"{folder}/other.json").title == "other"
+    check_hub_name(f"transformers:{folder}")
+    with pytest.raises(InputError, match="unknown model"):  # a folder without the file
+        check_hub_name(f"transformers:{tmp_path}")
