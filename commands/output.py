@@ -118,17 +118,18 @@ _ROWS_SHOWN = 32  # a table of at most this many rows is shown whole
 def show(section: Section, *written: Path | None) -> None:
     """Print a result's sentences and tables, and the names of the files ``written`` (None: no file).
 
-    The title is left out if the first sentence is the verdict's answer. Pictures are not drawn, only their tables printed;
-    details are printed with ``-v`` alone. A table that is too wide for the terminal loses spare columns.
+    The verdict's answer comes first; the title is left out if the sentences begin with that. Pictures are not drawn, only their
+    tables printed; details are printed with ``-v`` alone. A table that is too wide for the terminal loses spare columns.
     """
     console = out()
-    if not (section.verdict and section.lead and section.verdict.says(section.lead[0])):
-        console.print(section.title)
     lead, blocks = [*section.lead], [*section.blocks]
+    answer_text = section.verdict.answer if section.verdict is not None else ""
+    if not (lead and lead[0] == answer_text):
+        lead = [answer_text, section.title, *(line for line in lead if line != answer_text)]
     if VOICE.verbose:
         lead += section.details
         blocks += section.more
-    for line in lead:
+    for line in filter(None, lead):
         console.print(line)
     for block in blocks:
         figures = block if isinstance(block, Table) else block.table  # a picture has its figures as a table, or none

@@ -119,7 +119,7 @@ def test_results_show_save_and_are_gated_and_reported(tmp_path: Path) -> None:
     assert frame["device_type"].tolist() == [row.device_type for row in made.assignments]
     html = made._repr_html_()
     assert "<script" not in html
-    assert f"{made.throughput:.4g} mini-batches/s" in html
+    assert f"{made.throughput * made.batch_size:,.4g} samples/s" in html
     assert html.count("data:image/svg+xml") >= 1
     assert made.chart().to_dict()["vconcat"]
     with pytest.raises(dt.InputError, match="is no profile"):
@@ -142,7 +142,9 @@ def test_results_show_save_and_are_gated_and_reported(tmp_path: Path) -> None:
 
 def test_hostile_names_stay_text_in_a_notebook(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
-    made = dt.plan(tmp_path / "job.yaml", "bsp").model_copy(update={"job": "<script>alert(1)</script>"})
+    made = dt.plan(tmp_path / "job.yaml", "bsp")
+    hostile = made.assignments[0].model_copy(update={"device_type": "<script>alert(1)</script>"})
+    made = made.model_copy(update={"assignments": [hostile, *made.assignments[1:]]})
     assert "<script" not in made._repr_html_()
     assert "&lt;script&gt;" in made._repr_html_()
 

@@ -92,13 +92,11 @@ def test_trace_uses_a_files_times_unless_told_otherwise(cli: Cli, folder: Path) 
 
 def test_trace_for_people_and_perfetto(cli: Cli, folder: Path) -> None:
     result = cli("trace", folder / "graph.json", "--perfetto", folder / "trace.json").done()
-    assert "Verdict: " in result.out
     assert all(len(line) <= 80 for line in result.out.splitlines() if not line.startswith("wrote"))
     shipped = Path(__file__).parents[2] / "fixtures" / "graphs" / "resnet32-training.graph.json.gz"
     for setting, first in (("ddp", "DDP's default"), ("fsdp2", "FSDP2"), ("servers", "Parameter servers: ")):
         out = cli("trace", shipped, "--oracle", "roofline", "--samples", 2, "--setting", setting).out
-        assert re.search(rf"^Verdict: {first}", out, re.MULTILINE)
-        assert out.index("Verdict: ") < out.index("recvs")
+        assert out.startswith(first)
         # 1.8 MiB of parameters: of sharding there is no more than a sentence, unless it is asked for.
         assert ("FSDP2 has little to save" in out) == ("FSDP2 default" not in out) == (setting != "fsdp2")
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]

@@ -241,13 +241,13 @@ def trace_section(result: TraceResult, setting: str = "ddp") -> Section:
             sentences["ddp"].append(collectives.compressed.verdict)
         blocks.insert(len(blocks) if setting == "servers" else 0, _collectives_table(collectives))
     first, *rest = sorted(sentences, key=lambda name: name != setting)
-    lead = [f"Verdict: {sentences[first][0]}", *sentences[first][1:]]
+    answer, *lead = sentences[first]
     lead.append(f"{graph.ops} ops: {graph.recvs} recvs, {graph.sends} sends; parameters {size}{elements}")
     lead += [text for name in rest for text in sentences[name]]
     if result.coverage is not None:
         lead += _coverage_words(result.coverage)
     title = f"{graph.name}: {graph.mode} step, batch {graph.batch_size or '-'} ({_time_source(graph)})"
-    return Section(title=title, lead=lead, blocks=blocks)
+    return Section(title=title, lead=lead, blocks=blocks, verdict=Verdict(answer=answer))
 
 
 def _time_source(graph: TracedGraph) -> str:

@@ -77,7 +77,7 @@ def plan_section(plan: Plan, name: str, others: Sequence[Plan] = ()) -> Section:
         f"on {counted(plan.world_size, 'device')}; {_optimality_words(plan)} ({show_seconds(plan.solve_seconds)}).",
         f"Waste: {plan.waste:.4g} mini-batches/s of {plan.waste + plan.throughput:.4g} on the used devices.",
     ]
-    lead = list(decision.words) if decision is not None else _plain_words(plan)
+    lead = list(decision.words) if decision is not None else [_plain_words(plan)]
     if plan.group is not None:
         details.append(f"Each device of this plan is a group of {plan.group.text}.")
     passes = [
@@ -139,15 +139,15 @@ def _step_words(plan: Plan) -> str:
     return f" ({', '.join(parts)}, {plan.max_workers * plan.batch_size:,} samples a step)"
 
 
-def _plain_words(plan: Plan) -> list[str]:
-    """Return the answer of a plan without a comparison, as a list of one sentence: devices, their work, and the step."""
+def _plain_words(plan: Plan) -> str:
+    """Return the answer of a plan without a comparison in one sentence: devices, their work, and the step."""
     parts = [
         f"{row.devices} {shortened(row.device_type, 30)}"
         + (f" with {counted(row.ests_per_device, 'logical worker')} each" if row.ests_per_device else "")
         for row in plan.assignments
     ]
-    rate = f"{plan.throughput:.4g} mini-batches/s of {counted(plan.batch_size, 'sample')}"
-    return [f"Use {', '.join(parts)}: {show_seconds(plan.iteration_s)} a step, {rate}; {_optimality_words(plan)}."]
+    rate = f"{plan.throughput * plan.batch_size:,.4g} samples/s"
+    return f"Use {', '.join(parts)}: {show_seconds(plan.iteration_s)} a step, {rate} (predicted); {_optimality_words(plan)}."
 
 
 def _optimality_words(plan: Plan) -> str:
@@ -167,7 +167,7 @@ def _placement_picture(plan: Plan) -> Picture | Table:
     Returns the table alone if the plan has no compute times.
     """
     columns: dict[str, Column[Assignment]] = {"device type": "device_type", "devices": "devices"}
-    columns["ESTs each"] = lambda row: str(row.ests_per_device) if plan.est_count else "-"
+    columns["logical workers each"] = lambda row: str(row.ests_per_device) if plan.est_count else "-"
     columns |= {"local batch": "local_batch_size", "compute": "compute_s"}
     table = without_empty_columns(tabled("Devices and what each of them does", "predicted", plan.assignments, columns))
     timed_rows = [row for row in plan.assignments if row.compute_s is not None]
@@ -510,10 +510,7 @@ def _plan_verdict(plan: Plan, name: str, others: Sequence[Plan]) -> Verdict:
 
     The rival is the first of ``others`` with the same job and another strategy. ``name``: the plan's file.
     """
-    job = shortened(plan.job, 60)
     decision = plan.decision
-    devices = ", ".join(f"{row.devices} {shortened(row.device_type, 30)}" for row in plan.assignments)
-    answer = f"{job}: {plan.strategy} on {devices} makes {plan.throughput:.4g} mini-batches/s"
     next_step = f"ddltool emit {name} -o enforce.json, train with it, then ddltool verify"
     if decision is not None:
         return Verdict(
@@ -523,15 +520,13 @@ def _plan_verdict(plan: Plan, name: str, others: Sequence[Plan]) -> Verdict:
             good=None if decision.too_close else True,
         )
     rival = next((other for other in others if other.job == plan.job and other.strategy != plan.strategy), None)
-    is_good = None
+    answer, is_good = _plain_words(plan), None
     if rival is not None and rival.throughput > 0:
         gain = plan.throughput / rival.throughput - 1
-        answer += f", {gain:+.1%} against {rival.strategy}"
+        answer = f"{answer.removesuffix('.')}, {gain:+.1%} against {rival.strategy}."
         is_good = gain >= 0
     certainty = "not known: its times come without an error; plan --strategy auto gives an interval where they have one"
-    return Verdict(
-        answer=f"{answer} (predicted).", sure=certainty, then=next_step, good=is_good, minor=is_good is False
-    )
+    return Verdict(answer=answer, sure=certainty, then=next_step, good=is_good, minor=is_good is False)
 
 
 def _enforcement_verdict(enforcement: Enforcement) -> Verdict:
