@@ -28,12 +28,13 @@ from ddltool.analyzers.answers.reporting.section import (
 )
 from ddltool.decision import Decision, Layout, Named, Option
 from ddltool.plans import Plan
+from ddltool.precision import precision_name
 from ddltool.units import show_hours, show_money, show_rate, show_seconds
 
 # The most choices that the table lists, and the largest step, in picked steps, of a layout that was not compared itself.
 _CHOICES, _OTHERS = 10, 2.0
-# From this amount of dollars on, a table shows thousands.
-_THOUSANDS = 10_000
+# From this amount on, a table shows no cents.
+_WHOLE_DOLLARS = 10_000
 _REDONE = {"selective": "some", "full": "all"}
 _HOW = {
     "bsp": "equal batches (bsp)",
@@ -74,7 +75,7 @@ def choices_picture(plan: Plan, decision: Decision) -> Picture:
             1e6 * samples / items if run is None else run.samples
         )
         amount = row.price_per_sample * priced_samples
-        return f"${amount / 1000:,.1f}k" if amount >= _THOUSANDS else show_money(amount)
+        return f"${amount:,.0f}" if amount >= _WHOLE_DOLLARS else show_money(amount)
 
     rate_name = f"{unit}/s"
     columns: dict[str, Column[_Choice]] = {
@@ -88,7 +89,7 @@ def choices_picture(plan: Plan, decision: Decision) -> Picture:
         "cost" if run is not None else f"$/M {unit}": price,
         "remark": lambda row: row.remark or None,
     }
-    caption_parts = ["What was compared; the first is this plan"]
+    caption_parts = [f"What was compared{step_words(plan)}; the first is this plan"]
     if any(row.checkpointing for row in choices):
         on_host = ", or on the host" if any(row.checkpointing.endswith("host") for row in choices) else ""
         caption_parts.append(f"redo: activations computed again{on_host}")
@@ -310,6 +311,20 @@ def _items(plan: Plan, decision: Decision) -> tuple[str, float]:
     if decision.step_tokens:
         return "tokens", decision.step_tokens
     return "samples", plan.max_workers * plan.batch_size
+
+
+def step_words(plan: Plan) -> str:
+    """Return the planned step's settings in brackets, with a blank before; "" if the plan does not have them."""
+    run = plan.run
+    if run is None or run.model is None:
+        return ""
+    samples = plan.max_workers * plan.batch_size
+    parts: list[str] = [precision_name(run.precision), run.optimizer]
+    if run.lora:
+        parts.append(f"LoRA of rank {run.lora}")
+    if plan.decision is not None and plan.decision.step_tokens:
+        parts.append(f"{plan.decision.step_tokens / samples:,.0f} tokens a sample")
+    return f" ({', '.join(parts)}, {samples:,} samples a step)"
 
 
 def _explorer(plan: Plan, decision: Decision, choices: Sequence[_Choice]) -> list[Explorer]:

@@ -21,7 +21,7 @@ from ddltool.analyzers.answers.reporting.figures import (
     line,
     stacked,
 )
-from ddltool.analyzers.answers.reporting.plan_choices import choices_picture, layouts_table, named_table
+from ddltool.analyzers.answers.reporting.plan_choices import choices_picture, layouts_table, named_table, step_words
 from ddltool.analyzers.answers.reporting.section import (
     Blocks,
     Column,
@@ -51,7 +51,6 @@ from ddltool.plans import (
     PrefetchSetting,
     Superstep,
 )
-from ddltool.precision import precision_name
 from ddltool.results import JointJob, JointPlan
 from ddltool.units import counted, show_bytes, show_hours, show_money, show_seconds
 
@@ -117,26 +116,13 @@ def plan_section(plan: Plan, name: str, others: Sequence[Plan] = ()) -> Section:
         lead.append(plan.compressed.verdict)
     more += communication_blocks(plan.ddp, plan.fsdp2, plan.parameters)
     return Section(
-        title=f"Plan: {name}{_step_words(plan)}",
+        title=f"Plan: {name}{step_words(plan)}",
         lead=lead,
         blocks=blocks,
         verdict=_plan_verdict(plan, name, others),
         details=details,
         more=more,
     )
-
-
-def _step_words(plan: Plan) -> str:
-    """Return the planned step's settings in brackets, for the title; "" if the plan does not have them."""
-    run = plan.run
-    if run is None or run.model is None:
-        return ""
-    parts: list[str] = [precision_name(run.precision), run.optimizer]
-    if run.lora:
-        parts.append(f"LoRA of rank {run.lora}")
-    if run.sequence_length:
-        parts.append(f"{run.sequence_length:,} tokens a sample")
-    return f" ({', '.join(parts)}, {plan.max_workers * plan.batch_size:,} samples a step)"
 
 
 def _plain_words(plan: Plan) -> str:

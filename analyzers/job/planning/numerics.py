@@ -126,4 +126,5 @@ def _sentence(rows: Sequence[Named], goal: Goal) -> str:
             more = row.saves / (1 - row.saves) if row.saves < 1 else math.inf
             text = f"{text}, {abs(more):.0%} {'more' if more >= 0 else 'less'}"
         texts.append(text)
-    return f"You named {counted(len(rows), 'choice')}; best is {rows[0].name}. {'; '.join(texts)}."
+    first = {"fastest": "the fastest step has", "cheapest": "cheapest is"}.get(goal.objective, "best is")
+    return f"You named {counted(len(rows), 'choice')}; {first} {rows[0].name}. {'; '.join(texts)}."

@@ -51,7 +51,7 @@ def test_the_fastest_of_the_named_is_picked_and_each_has_its_figures() -> None:
     assert plan.decision is not None
     assert [(row.name, row.saves) for row in plan.decision.named] == [("fp8", 0.0), ("bf16", pytest.approx(0.28))]
     assert plan.decision.words[0].startswith("With fp8: ")
-    assert plan.decision.words[-1] == "You named 2 choices; best is fp8. fp8: 720 ms; bf16: 1 s, 39% more."
+    assert plan.decision.words[-1] == "You named 2 choices; the fastest step has fp8. fp8: 720 ms; bf16: 1 s, 39% more."
 
 
 def test_a_gain_too_small_to_change_anything_keeps_the_first() -> None:
