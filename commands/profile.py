@@ -73,11 +73,14 @@ def profile(
     calls it, and ranks above 0 return a result without rows.
 
     ``source``: a torch source as a text, which those processes build. ``batch_sizes`` None: a search for the batch at
-    which throughput saturates. ``replicas`` None: 1, and the number of processes of a torchrun job. ``precision`` and
-    ``optimizer``: those of the measured steps.
+    which throughput saturates. ``replicas`` (numbers of processes) None: 1, and that of a torchrun job.
+    ``accumulation``: numbers of passes before the one that synchronises. Steps run on ``device`` ("cpu" or "cuda"), which
+    the rows call ``device_name`` (None: the same). ``precision`` (number format) and ``optimizer``: those of the measured
+    steps. ``threads``: of each process; 0: its share of the cores.
 
     ``half_width``: steps are repeated until half of the 95 % interval of their time is at most this share of it, or until
-    ``time_limit_s`` (None: 60 s) is over; ``repeats``: this number of timed steps instead. ``memory``: search the largest
+    ``time_limit_s`` (None: 60 s) is over; ``repeats``: this number of timed steps instead, without a limit of time unless
+    one is given. ``warmup``: untimed steps before them. ``memory``: search the largest
     batch that fits into so many bytes, a number or a text such as ``2GiB``; ``all``: a whole GPU. ``output``: profile.csv,
     written row by row; ``resume`` keeps the rows that it has.
 
@@ -112,7 +115,7 @@ def profile(
         processes=place.local_world_size if place is not None else 0,
         warmup=warmup,
         repeats=repeats,
-        precision=half_width,
+        half_width=half_width,
         numerics=numerics,
         optimizer=optimizer,
         budget_s=time_limit_s or (math.inf if repeats is not None else BUDGET_S),

@@ -101,11 +101,11 @@ def _alone(call: Callable[[Tell], Result], tell: Tell) -> Result:
     :class:`NeedsOwnProcess`. It is begun anew in the fork, and a remark that it has passed to ``tell`` already is not passed a
     second time.
     """
-    told: list[str] = []
+    already_told: list[str] = []
 
     def listen(text: str) -> None:
         """Pass on a remark of the first try, and remember it."""
-        told.append(text)
+        already_told.append(text)
         tell(text)
 
     try:
@@ -115,8 +115,8 @@ def _alone(call: Callable[[Tell], Result], tell: Tell) -> Result:
 
     def listen_again(text: str) -> None:
         """Pass on a remark of the fork, unless the first try has passed it on."""
-        if text in told:
-            told.remove(text)
+        if text in already_told:
+            already_told.remove(text)  # a text that the fork tells more often than the first try is passed on
         else:
             tell(text)
 

@@ -1,9 +1,9 @@
 """Calls that change their process for good, in a fork of it where it may train on a GPU.
 
-Recording a step registers a device with torch, which never forgets one and knows one kind of accelerator in a process: a
-backward pass on CUDA fails from then on (pytorch issue 161129). A command has nothing else to do with its process and
-:func:`claim` it. In a notebook or a script :func:`demand` raises, and :func:`in_fork` runs the call elsewhere. A fork and no
-fresh interpreter, because the call may be about a model that nobody can pickle.
+Recording a step registers a device with torch, which never forgets one and knows one kind of accelerator in a process:
+a backward pass on CUDA fails from then on (pytorch issue 161129). A command has nothing else to do with its process and
+:func:`claim` it. In a notebook or a script :func:`demand_own_process` raises, and :func:`in_fork` runs the call
+elsewhere. A fork and no fresh interpreter, because the call may be about a model that nobody can pickle.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ class NeedsOwnProcess(BaseException):
 
 
 def claim() -> None:
-    """Say that this process will not train on a GPU, so that :func:`demand` lets everything pass."""
+    """Say that this process will not train on a GPU, so that :func:`demand_own_process` lets everything pass."""
     global _is_claimed
     _is_claimed = True
 
 
-def demand() -> None:
+def demand_own_process() -> None:
     """Raise NeedsOwnProcess if there is a GPU on which this process may train."""
     import torch
 
     if not _is_claimed and torch.cuda.is_available():
-        raise NeedsOwnProcess("own_process.claim() lets a process record that will not train on its GPU")
+        problem = "after recording, training on this process's GPU would fail"
+        raise NeedsOwnProcess(f"{problem}: call own_process.claim() if it will not train")
 
 
 def in_fork(call: Callable[[Tell], T], tell: Tell | None = None) -> T:

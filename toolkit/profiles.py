@@ -13,7 +13,7 @@ from pydantic import Field, Strict
 
 from ddltool.artifacts import SCHEMA_VERSION, Record, Version, write_text
 from ddltool.quantities import AtLeastOne, Duration, Name, NonNegative, Passes, Seconds, StepTime
-from ddltool.tables import checked_columns, demand, read_table
+from ddltool.tables import checked_columns, demand_valid, read_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -75,8 +75,8 @@ def check_profile(
     # Predictions also have num_gpus: one replica may be spread over several nodes.
     processes = checked.get("num_gpus", checked["num_replicas"])
     is_enough = (processes >= checked["num_nodes"]).to_numpy()
-    # The pairs are whole phrases, without demand's "is" before them.
-    demand(is_enough, pairs, "num_replicas", where, "every node holds at least one replica", said="")
+    # The pairs are whole phrases, without demand_valid's "is" before them.
+    demand_valid(is_enough, pairs, "num_replicas", where, "every node holds at least one replica", said="")
     return checked
 
 

@@ -183,7 +183,7 @@ def numbers(
             limits = "above zero" if minimum == ABOVE_ZERO else f">= {_plain(minimum)}"
         if not remedy or not values[np.argmin(is_valid)] > maximum:
             remedy = f"{kind} {limits}"
-        demand(is_valid, cells, shown or column, where, remedy, unit=unit)
+        demand_valid(is_valid, cells, shown or column, where, remedy, unit=unit)
     return values
 
 
@@ -233,11 +233,11 @@ def checked_columns(
         if not is_valid.all():
             remedy = "give a text" if const is None else f"give {const!r}"
             shown_cells = cells.map(repr).where(cells.notna(), "empty")
-            demand(is_valid.to_numpy(dtype=bool), shown_cells, name, where, remedy, unit=unit)
+            demand_valid(is_valid.to_numpy(dtype=bool), shown_cells, name, where, remedy, unit=unit)
     return columns
 
 
-def demand(
+def demand_valid(
     is_valid: Flags,
     cells: pd.Series[Any] | NDArray[Any],
     name: str,

@@ -25,7 +25,7 @@ from ddltool.quantities import (
     Whole,
 )
 from ddltool.stages import Tell, log_remark
-from ddltool.tables import checked_columns, demand
+from ddltool.tables import checked_columns, demand_valid
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -277,7 +277,7 @@ def rows_of_runs(frame: pd.DataFrame, where: str, needed: Sequence[str] = _NEEDE
     ]
     for names, condition, remedy in conditions:
         if set(names) <= set(rows.columns):
-            demand(condition().to_numpy(dtype=bool), frame[names[0]], names[0], where, remedy, unit="line")
+            demand_valid(condition().to_numpy(dtype=bool), frame[names[0]], names[0], where, remedy, unit="line")
     return rows
 
 

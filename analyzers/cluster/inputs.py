@@ -51,7 +51,7 @@ from ddltool.goodput_model import Goodput
 from ddltool.job import Cluster
 from ddltool.plain_values import from_json
 from ddltool.simulation_results import JobSpec, WorkloadResult
-from ddltool.tables import demand, demand_distinct_jobs, numbers, read_columns, read_table, texts
+from ddltool.tables import demand_distinct_jobs, demand_valid, numbers, read_columns, read_table, texts
 
 WORKLOAD = ("name", "time", "application", "num_replicas", "batch_size")
 _EVENTS = ("time", "node", "event")
@@ -203,7 +203,7 @@ def read_events(path: Path, nodes: int) -> tuple[NodeEvent, ...]:
     times = numbers(frame, "time", path)
     places = numbers(frame, "node", path, maximum=nodes - 1, whole=True, remedy=f"nodes are 0 to {nodes - 1}")
     kinds = frame["event"].fillna("empty")
-    demand(kinds.isin(KINDS).to_numpy(), kinds, "event", path, f"one of {', '.join(KINDS)}")
+    demand_valid(kinds.isin(KINDS).to_numpy(), kinds, "event", path, f"one of {', '.join(KINDS)}")
     return tuple(
         NodeEvent(time_s=time_s, node=int(node), kind=kind)
         for time_s, node, kind in zip(times.tolist(), places.tolist(), kinds.tolist(), strict=True)
@@ -298,7 +298,7 @@ def _step_and_sync(frame: pd.DataFrame, path: Path) -> Floats:
     hour = f"seconds, at most {_LONGEST_STEP_S:.0f} (an hour)"
     step = numbers(frame, "step_time", path, maximum=_LONGEST_STEP_S, remedy=hour)
     sync = numbers(frame, "sync_time", path)
-    demand((sync < step) & (step > 0), sync, "sync_time", path, "it is a part of the step, which is > 0")
+    demand_valid((sync < step) & (step > 0), sync, "sync_time", path, "it is a part of the step, which is > 0")
     return np.column_stack([step, sync])
 
 
@@ -316,7 +316,7 @@ def _validation(folder: Path) -> list[Validation]:
         frame = read_columns(path, _VALIDATION, ended=True)
         columns = {name: numbers(frame, name, path) for name in _VALIDATION}
         sums = columns["grad_sqr"] + columns["grad_var"]
-        demand(sums > 0, sums, "grad_sqr", path, "one of them must be above 0", said="and grad_var are ")
+        demand_valid(sums > 0, sums, "grad_sqr", path, "one of them must be above 0", said="and grad_var are ")
         path_by_epochs.setdefault(len(frame), path)
         if len(path_by_epochs) > 1:
             (short, short_path), (long, long_path) = sorted(path_by_epochs.items())
@@ -419,7 +419,7 @@ def read_table_trace(frame: pd.DataFrame, where: str) -> ClusterTrace:
         run_s = _times(frame[chosen["end"]], where, missing=True) - _times(frame[chosen["start"]], where, missing=True)
         bad = (run_s < 0) | (run_s > _LONGEST_S)
         remedy = f"a later time than {chosen['start']}; {_SPAN}"
-        demand(~bad, run_s, chosen["end"], where, remedy, said=f"less {chosen['start']} is ")
+        demand_valid(~bad, run_s, chosen["end"], where, remedy, said=f"less {chosen['start']} is ")
     started = ~np.isnan(start)
     end = _seconds(frame[chosen["end"]]) if chosen["end"] else start + run_s
     # The last time in the log; jobs that were still running then are censored.

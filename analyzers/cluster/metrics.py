@@ -42,9 +42,9 @@ class IsolatedTimes:
         return min(self._on(self.applications[name], kind, gpus) for kind in self._types(name))
 
     def on_share(self, name: str, share: float) -> float:
-        """Return the seconds on the share ``share`` (0 to 1) of one type's GPUs, for the type where that is fastest.
+        """Return the seconds of application ``name`` on a ``share`` (above 0, up to 1) of the GPUs of its fastest type.
 
-        A fraction of a GPU has that fraction of its speed.
+        That is the one type on whose share it is fastest. A fraction of a GPU has that fraction of its speed.
         """
         return min(
             self._on_part(self.applications[name], kind, share * self.cluster.gpus_of(kind))

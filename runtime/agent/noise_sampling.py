@@ -230,14 +230,14 @@ class NoiseSampler:
     def after_pass(self, current_pass: Pass) -> None:
         """With one replica that accumulates, take the squared norm of the small batch's gradient after a step's first pass.
 
-        The gradient is weighted by its pass's share of the step, which is divided out.
+        Its loss was weighted by the pass's share of the step, which is divided out.
         """
         if self._is_step_sampled and self._world_size == 1 and current_pass.passes > 1 and current_pass.number == 0:
             with self._measured_time():
-                # The only rank's first pass, of sizes by (rank, pass).
-                first_pass_samples = int(current_pass.split.sizes_of(current_pass.step_samples)[0, 0])
-                norm = squared_norm(*self._gradients()) / current_pass.weight**2
-                self._small_batch_norm = norm, first_pass_samples
+                sizes = current_pass.split.sizes_of(current_pass.step_samples)  # (1, passes) samples
+                gradients, scales = self._gradients()
+                norm = squared_norm(gradients, scales) / current_pass.weight**2  # squared, as the norm is
+                self._small_batch_norm = norm, int(sizes[0, 0])
 
     def begin_last_backward(self) -> None:
         """With several replicas, hook into each parameter before a step's last backward pass.

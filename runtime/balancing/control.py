@@ -324,10 +324,11 @@ class Balancer:
             self._restore_state(state)
 
     def _restore_state(self, state: dict[str, Any]) -> None:
-        """Set sampler and policy to a checkpoint's state. Its sizes are used only where they fit the job.
+        """Continue at a checkpoint's position and with its sizes; on rank 0 the manager is given its policy's state, too.
 
-        They fit if there is one for each rank, of at least ``least``, and they add up to the total batch. Raises
-        InputError for another total batch, and what the sampler raises for another dataset or order.
+        The sizes fit this job if there is one for each rank, of at least ``least``, and they add up to the total batch;
+        otherwise the present ones stay. Raises InputError for another total batch, and what the sampler raises for
+        another dataset or order.
         """
         assert self._sampler is not None
         sampler_state = state.get("sampler", {})
@@ -335,8 +336,8 @@ class Balancer:
             raise InputError("sampler state:total", f"is {total}", f"this job has {self.total_batch}")
         sizes = sampler_state.get("sizes")
         has_total = isinstance(sizes, list) and len(sizes) == self.world_size and sum(sizes) == self.total_batch
-        are_fitting = has_total and min(sizes) >= self.least
-        self._sampler.load_state_dict(sampler_state, sizes if are_fitting else None)
+        sizes_fit = has_total and min(sizes) >= self.least
+        self._sampler.load_state_dict(sampler_state, sizes if sizes_fit else None)
         self._sizes = self._sampler.sizes
         if self._manager is not None:
             self._manager.load_state_dict(state.get("policy", {}), self._sizes)

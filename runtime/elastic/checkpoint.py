@@ -261,7 +261,7 @@ def _demand_equal(where: str, saved: Mapping[str, Any], present: Mapping[str, An
 def _demand_same_optimizer(
     where: str, saved: Mapping[str, Any], saved_class: str, optimizer: torch.optim.Optimizer
 ) -> list[str]:
-    """Check the saved state of an optimizer against ``optimizer``; return a clause for each option whose value differs.
+    """Check the saved state of an optimizer against ``optimizer``; return in words each option whose value differs.
 
     Such a difference (say, of a learning rate) is allowed: the saved value will be used. Raises InputError for another
     class of optimizer, for parameter groups of other number or size, and for an option that the saved state lacks.
@@ -299,9 +299,10 @@ def read_matching(
     extras: Collection[str],
     optimizer: torch.optim.Optimizer,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return (a checkpoint's content, a clause for each optimizer option whose saved value differs).
+    """Return (a checkpoint's content, in words each option of the optimizer whose saved value differs).
 
-    Raises InputError unless the run that the other arguments describe can continue it with equal bits.
+    Raises InputError unless the run that the other arguments describe can continue it with equal bits. A differing option is
+    no error, because the saved value is continued with.
 
     Args:
         path: the checkpoint.
@@ -325,8 +326,8 @@ def read_matching(
     saved_or_missing = all_missing | saved_parameters
     present_or_missing = all_missing | present_parameters
     _demand_equal(f"{where}:parameters", saved_or_missing, present_or_missing, "build the model that was saved")
-    if missing := sorted(set(content["extras"]) ^ set(extras)):
-        raise InputError(f"{where}:extras", f"{missing[0]} is only on one side", _SAME_SETTINGS)
+    if unmatched := sorted(set(content["extras"]) ^ set(extras)):
+        raise InputError(f"{where}:extras", f"{unmatched[0]} is only on one side", _SAME_SETTINGS)
     saved = content["optimizer"]
     saved_class = content["optimizer_class"]
     return content, _demand_same_optimizer(f"{where}:optimizer", saved, saved_class, optimizer)

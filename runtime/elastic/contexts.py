@@ -93,7 +93,7 @@ class WorkerState:
         self._modules = modules
         self._local = local
         # By prefix, each module's own __dict__: writing to it sets the module's attribute.
-        self._held: dict[str, dict[str, Any]] = {prefix: vars(module) for prefix, module in modules.items()}
+        self._attributes_by_prefix = {prefix: vars(module) for prefix, module in modules.items()}
         for prefix, module in modules.items():
             if isinstance(module, torch.jit.ScriptModule) and list(module.buffers(recurse=False)):
                 what = f"model:{prefix.removesuffix('.')}"
@@ -138,7 +138,7 @@ class WorkerState:
                 if key not in self._values[rank] and old_comparable != comparable:
                     self._adopt(key, old, after.get(key, ABSENT))
         self._values[rank] = {
-            (prefix, name): self._held[prefix].get(name, ABSENT) for prefix, name in self._values[rank]
+            (prefix, name): self._attributes_by_prefix[prefix].get(name, ABSENT) for prefix, name in self._values[rank]
         }
 
     def _adopt(self, key: Key, old: Any, new: Any) -> None:
@@ -163,9 +163,9 @@ class WorkerState:
         values = self._values[rank]
         for (prefix, name), value in (_copies(values) if copied else values).items():
             if value is ABSENT:
-                self._held[prefix].pop(name, None)
+                self._attributes_by_prefix[prefix].pop(name, None)
             else:
-                self._held[prefix][name] = value
+                self._attributes_by_prefix[prefix][name] = value
 
     def to_documents(self, rank: int) -> dict[str, Document]:
         """Return the values of virtual rank ``rank`` for a checkpoint: ``buffers`` and ``attributes``, each by full name.
@@ -185,43 +185,45 @@ class WorkerState:
     def load(self, documents: Sequence[Document], device: torch.device) -> None:
         """Replace the local workers' values by those in ``documents``, one per worker of the job in virtual-rank order.
 
-        Each document has ``buffers`` and plain ``attributes`` by full name; they are copied to ``device``. The modules'
-        attributes are set by the next :meth:`install`. Raises InputError for documents that lack a buffer of the model, or
-        name a module that it lacks, and then changes nothing.
+        Each document has ``buffers`` and plain ``attributes`` by full name; those of this process's workers are copied to
+        ``device``. The modules' attributes are set by the next :meth:`install`. Raises InputError for documents that lack a
+        buffer of the model, or name a module that it lacks, and then changes nothing.
         """
-        present = {plain_name(name): v for name, v in named_buffers(self._modules).items() if v is not None}
-        # An attribute that any worker had of its own is every worker's own.
+        model_buffers = {plain_name(name): v for name, v in named_buffers(self._modules).items() if v is not None}
+        # An attribute that any worker's document names is every worker's own: ABSENT for those whose document lacks it.
         attribute_names = dict.fromkeys(name for document in documents for name in document["attributes"])
         keys = {name: self._attribute_key(name, "attributes") for name in attribute_names}
         loaded: dict[int, dict[Key, Any]] = {}
         for rank in self._local:
             document = documents[rank]
-            values = self._loaded_buffers(document["buffers"], present, device)
+            values = self._loaded_buffers(document["buffers"], model_buffers, device)
             for name, key in keys.items():
                 values[key] = _copied(document["attributes"].get(name, ABSENT), device)
             loaded[rank] = values
         self._values = loaded
 
-    def _loaded_buffers(self, saved: Document, present: Mapping[str, Tensor], device: torch.device) -> dict[Key, Any]:
+    def _loaded_buffers(
+        self, saved: Document, model_buffers: Mapping[str, Tensor], device: torch.device
+    ) -> dict[Key, Any]:
         """Return one worker's buffers, by module, from ``saved`` (by full name); tied buffers stay tied.
 
-        ``present``: the model's own buffers by full name; ``device``: where the copies go. Raises InputError if ``saved``
+        ``model_buffers``: the model's own buffers by full name; ``device``: where the copies go. Raises InputError if ``saved``
         lacks a buffer of the model, or has one of a module that the model lacks.
         """
-        if lacking := sorted(present.keys() - saved.keys()):
+        if lacking := sorted(model_buffers.keys() - saved.keys()):
             raise InputError("buffers", f"{lacking[0]} is only in the model", "build the model that was saved")
-        moved_by_id = dict[int, Tensor]()  # by id of the present buffer, which tied ones share
+        moved_by_id = dict[int, Tensor]()  # by id of the model's buffer, which tied names share
         # A checkpoint has no buffers that are registered as None.
         values: dict[Key, Any] = {
             (prefix, BUFFERS): {name: None for name, value in module._buffers.items() if value is None}
             for prefix, module in self._modules.items()
             if isinstance(module, nn.Module)
         }
-        for name, value in saved.items():  # a forward pass may have registered a buffer that is not present
+        for name, value in saved.items():  # a forward pass may have registered a buffer that the model has not
             prefix, buffer_name = self._attribute_key(name, "buffers")
             moved = value.to(device)
-            if name in present:
-                moved = moved_by_id.setdefault(id(present[name]), moved)
+            if name in model_buffers:
+                moved = moved_by_id.setdefault(id(model_buffers[name]), moved)
             values[prefix, BUFFERS][buffer_name] = moved
         return values
 
@@ -243,10 +245,14 @@ class WorkerState:
         return {f"{prefix}{name}" for prefix, module in modules for name in module._modules}
 
     def _attributes(self) -> Iterator[tuple[Key, Any]]:
-        """Yield every attribute of the modules with its key, except those that all ``nn.Module`` objects have."""
-        for prefix, held in self._held.items():
-            if type(self._modules[prefix]).__name__ != "OptimizedModule":  # the wrapper of torch.compile
-                for name, value in held.items():
+        """Yield every attribute of the modules with its key, except those that all ``nn.Module`` objects have.
+
+        Those of the wrapper that ``torch.compile`` puts around a model are left out too, as they are torch's own.
+        """
+        for prefix, attributes in self._attributes_by_prefix.items():
+            # The wrapper is known by its name, because its class is imported only with the compiler, which takes a second.
+            if type(self._modules[prefix]).__name__ != "OptimizedModule":
+                for name, value in attributes.items():
                     if name not in _OF_EVERY_MODULE:
                         yield (prefix, name), value
 

@@ -61,9 +61,9 @@ def check_plan(path: str, emitted: str | None, launched: str | None) -> None:
 def load_and_check(path: str, job: DistributedJob, dataset: Dataset[Any] | None) -> Enforcement:
     """Return the enforcement config at ``path``.
 
-    In the single process that repeats a job's steps for DDLTOOL_CHECK, the config is changed to one rank with the
-    batches of all. Raises InputError for a strategy that does not train by DDP, another number of processes, or a
-    ``dataset`` that is smaller than a step.
+    A check (DDLTOOL_CHECK) repeats the job's steps in a single process, for which the config is changed to one rank with
+    the batches of all. Raises InputError for the strategy elastic-bsp, whose workers do not step together, for another
+    number of processes, and for a ``dataset`` smaller than a step (of an IterableDataset the size is not known).
     """
     enforcement, _ = loaded(path)
     if is_reference():

@@ -308,12 +308,12 @@ class LossScaler:
         """
         planned = None if self._sizes is None else self._sizes()[self._job.rank]
         if self._job.world_size == 1:
-            counts = [float(sum(self.pending.told or self.pending.passed))]
+            counts = [float(sum(self.pending.announced_sizes or self.pending.input_sizes))]
         else:
             own_count = self._own_count(planned)
             counts = self._counts_of_ranks(-1 if own_count is None else own_count)  # -1: this rank does not know
         if min(counts) < 0:
-            sizes_text = ", ".join(map(str, self.pending.told or self.pending.passed)) or "missing"
+            sizes_text = ", ".join(map(str, self.pending.announced_sizes or self.pending.input_sizes)) or "missing"
             problem = f"the batch cannot be counted by dimension 0 of the model's arguments ({sizes_text})"
             if planned is not None:
                 problem += f": planned are {planned} samples"
@@ -327,12 +327,15 @@ class LossScaler:
     def _own_count(self, planned: int | None) -> int | None:
         """Return how many samples this rank's batch has, by its forward passes; None if they do not tell one number.
 
-        It is the number that the script has announced, or else dimension 0 of the forward passes' inputs. Until a step
-        was counted, that must be a planned size, so that the first dimension of another argument is not mistaken for the
-        batch. ``planned``: this rank's planned samples in a step; None: not known.
+        ``planned``: this rank's planned samples in a step; None: not known. The first rule that applies decides:
+
+        1. Sizes that the script has announced: their common value; None if they differ.
+        2. A size of the inputs (dimension 0) is the planned one, of the step or of one of its passes: that size.
+        3. Another size was planned, and no step was counted yet: None, because the size may be that of another argument.
+        4. Otherwise the common value of the inputs' sizes; None if they differ.
         """
-        sizes = self.pending.told or self.pending.passed
-        if planned is not None and not self.pending.told:
+        sizes = self.pending.announced_sizes or self.pending.input_sizes
+        if planned is not None and not self.pending.announced_sizes:
             # A forward pass gets the whole local batch, or its part where the script splits the batch into passes.
             passes = self._planned_passes
             expected = {planned, planned // passes} if planned % passes == 0 else {planned}
@@ -535,7 +538,7 @@ class LossScaler:
             key = -under_way.number  # negative, so that it differs from the numbers of forward passes that `loss` uses
             with contextlib.suppress(InputError):
                 if self.pending.share(key, self.name) is None:
-                    samples = max(self.pending.told or self.pending.passed, default=0)
+                    samples = max(self.pending.announced_sizes or self.pending.input_sizes, default=0)
                     self.pending.count(key, samples, samples * self._job.world_size)
         if self.watcher is not None and self.averages:
             self.watcher.note_complete()

@@ -57,12 +57,12 @@ class PendingBatches:
         """Returns whether the model is in training mode."""
         self.unannounced: weakref.WeakSet[VariableBatchSampler] = weakref.WeakSet()
         """Samplers whose loaders do not call :meth:`draw`; the passes that they have issued are looked up when needed."""
-        self.told: list[int] = []
+        self.announced_sizes: list[int] = []
         """Samples, as the script has announced them, of forward passes since the last backward pass."""
-        self.passed: list[int] = []
+        self.input_sizes: list[int] = []
         """Dimension 0 of the inputs of the other forward passes since the last backward pass."""
         self._drawn: dict[Hashable, deque[_Drawn]] = {}  # by loader, oldest first
-        self._held: _Drawn | None = None  # the batch that `turn_to_next` has chosen; None: none
+        self._chosen: _Drawn | None = None  # the batch that `turn_to_next` has chosen; None: none
         self._announced: int | None = None  # samples of the next forward pass, if the script has announced them
         self._used_in: Hashable = None  # number of the backward pass whose samples were counted last
         self._tally: tuple[int, float] = (0, 0.0)  # samples of this rank and of all since `take_tally`
@@ -102,26 +102,27 @@ class PendingBatches:
     # Calls of the script.
 
     def turn_to_next(self, skip: int = 0) -> None:
-        """Make the next batch, after ``skip`` ones that are dropped, the one of backward passes until the next call.
+        """Choose the batch that the following backward passes are for: the next one, after ``skip`` ones that are dropped.
 
         For loops that fetch batches ahead and say when each one's turn comes. The batch that the last call chose is
         dropped. If no loader or several have batches, none is chosen, and :meth:`share` finds the batch.
         """
-        self._fill()
+        self._fill()  # so that the batches of loaders that do not call `draw` count, too
         non_empty = [(source, batches) for source, batches in self._drawn.items() if batches]
         if len(non_empty) != 1:
-            self._held = None
+            self._chosen = None
             return
         [(source, batches)] = non_empty
-        finished_count = 1 if batches[0] is self._held else 0  # the batch that the last call chose is done with
+        finished_count = 1 if batches[0] is self._chosen else 0  # the batch that the last call chose is done with
         remaining = len(batches) - finished_count - skip
         if skip and isinstance(source, VariableBatchSampler):
-            # Of very many skipped batches only the latest are in `batches`. So what remains is what the sampler has issued
-            # in this iteration and the loop has drawn, less the skipped ones, which an iteration begins with.
-            remaining = source.issued_count - len(source.issued) - skip
+            # Of very many skipped batches only the latest are in `batches`. So those that remain are counted from the start
+            # of the sampler's iteration, which begins with the skipped ones.
+            drawn_count = source.issued_count - len(source.issued)  # by the loop, of those that the sampler has issued
+            remaining = drawn_count - skip
         while len(batches) > max(remaining, 0):
             batches.popleft()
-        self._held = batches[0] if batches else None
+        self._chosen = batches[0] if batches else None
 
     def announce(self, samples: int) -> None:
         """Note that the next forward pass is for ``samples`` samples. Raises InputError for a negative number."""
@@ -135,15 +136,15 @@ class PendingBatches:
         It is the number that the script has announced, or else dimension 0 of the first tensor in the inputs ``values``.
         """
         if self._announced is not None:
-            self.told.append(self._announced)
+            self.announced_sizes.append(self._announced)
             self._announced = None
-        elif (size := leading_size(values)) is not None and len(self.passed) < _MOST_HELD:
-            self.passed.append(size)
+        elif (size := leading_size(values)) is not None and len(self.input_sizes) < _MOST_HELD:
+            self.input_sizes.append(size)
 
     def end_backward(self) -> None:
         """Forget the sizes of forward passes: those that follow belong to another backward pass."""
-        self.passed = []
-        self.told = []
+        self.input_sizes = []
+        self.announced_sizes = []
 
     # Calls of the loss scaler.
 
@@ -167,7 +168,7 @@ class PendingBatches:
             return None
         fitting = batches
         if len({batch.share for batch in batches}) > 1:  # equal shares need not be told apart
-            sizes = {*self.told, *self.passed}
+            sizes = {*self.announced_sizes, *self.input_sizes}
             fitting = [batch for batch in batches if batch.share.samples in sizes]
             if len({batch.share for batch in fitting}) != 1:
                 remedy = f"say which it is: {name}.loss(loss, count=samples)"
@@ -213,8 +214,8 @@ class PendingBatches:
         of these, all, because a loop may have drawn its batch under ``no_grad``.
         """
         self._fill()
-        if self._held is not None:
-            return [self._held]
+        if self._chosen is not None:
+            return [self._chosen]
         batches = [batch for drawn in self._drawn.values() for batch in drawn]
         return [batch for batch in batches if not batch.for_evaluation] or batches
 

@@ -56,7 +56,7 @@ class MeasureRequest(Subject):
 
     ``resolver`` is ``package.module:function``, called as ``function(source, batch_size)``. With ``repeats`` every
     configuration gets that many timed steps. Without (None), each gets as many as it takes to know its median to
-    ``precision``, until ``budget_s`` seconds are spent, and batch sizes whose step time can be predicted from others are
+    ``half_width``, until ``budget_s`` seconds are spent, and batch sizes whose step time can be predicted from others are
     left out. If ``batch_sizes`` is empty too, the batch size at which throughput saturates is searched.
     """
 
@@ -71,8 +71,8 @@ class MeasureRequest(Subject):
     """Processes on this machine; 0: the largest of ``replicas``."""
     warmup: int = 2
     repeats: int | None = 5
-    precision: float = 0.05
-    """Wanted size of the median's 95 % interval, as a share of the median."""
+    half_width: float = 0.05
+    """Wanted half of the width of the median's 95 % interval, as a share of the median."""
     budget_s: float = math.inf
 
     def subject(self) -> Subject:
@@ -201,7 +201,7 @@ class _Campaign:
 
         With a fixed number of repeats, each configuration gets one task, in order. Otherwise the search for the batch at
         which throughput saturates comes first, then the configuration whose median is least certain, until all are known
-        to the precision.
+        to the request's half width.
         """
         request = self.request
         left_s = self.request.budget_s - (time.monotonic() - self.began_s)
@@ -219,19 +219,19 @@ class _Campaign:
         if key not in self.rows:
             # The task ends when the median is known, or an equal share of the remaining budget is spent.
             share_s = max(0.0, left_s / max(1, len(missing)))
-            return self._task(key, most=_STEPS_PER_VISIT, seconds=share_s, precision=request.precision)
+            return self._task(key, most=_STEPS_PER_VISIT, seconds=share_s, half_width=request.half_width)
         steps = self._steps_lacking(uncertainty, timed_steps=len(self.times[key].full))
         return self._task(key, most=steps, seconds=max(0.0, left_s / len(ranked)))
 
     def _steps_lacking(self, uncertainty: float, timed_steps: int) -> int:
-        """Return how many more steps of a configuration to time, so that its median is known to the requested precision.
+        """Return how many more steps of a configuration to time, so that its median is known to the requested half width.
 
-        The interval narrows with the square root of the number of steps. ``uncertainty``: the interval after
-        ``timed_steps`` steps, as a share of the median.
+        The interval narrows with the square root of the number of steps. ``uncertainty``: half the width of the
+        interval after ``timed_steps`` steps, as a share of the median.
         """
         lacking = _STEPS_PER_VISIT
         if uncertainty < 10:  # from an interval of ten times the median, or an infinite one, no useful number follows
-            lacking = math.ceil(timed_steps * ((uncertainty / self.request.precision) ** 2 - 1))
+            lacking = math.ceil(timed_steps * ((uncertainty / self.request.half_width) ** 2 - 1))
         return min(max(lacking, FEWEST_FOR_AN_INTERVAL), _STEPS_PER_VISIT)
 
     def _next_searched(self) -> Key | None:
@@ -270,9 +270,9 @@ class _Campaign:
         return points
 
     def _ranked_by_uncertainty(self) -> list[tuple[float, Key]]:
-        """Return (uncertainty, configuration) of medians that are not known to the precision, the most uncertain first.
+        """Return (uncertainty, configuration) of medians that are not known well enough, the most uncertain first.
 
-        The uncertainty is the size of the interval relative to the median, measured or predicted from the series'
+        The uncertainty is half the width of the interval over the median, measured or predicted from the series'
         curve. It is infinite where the curve cannot predict; the series then has a single entry, the batch to measure
         first.
         """
@@ -292,13 +292,13 @@ class _Campaign:
                 # rows of an earlier run (no times) are not measured again, nor is a median after MOST_STEPS steps
                 if 0 < len(self.times.get((*series, batch), StepTimings()).full) < MOST_STEPS
             ]
-        return sorted((entry for entry in ranked if entry[0] > self.request.precision), key=lambda entry: -entry[0])
+        return sorted((entry for entry in ranked if entry[0] > self.request.half_width), key=lambda entry: -entry[0])
 
-    def _task(self, key: Key, *, most: int, seconds: float = math.inf, precision: float = 0.0) -> MeasureTask:
-        """Return a task for the configuration ``key``: at most ``most`` steps or ``seconds``, less if ``precision`` is met."""
+    def _task(self, key: Key, *, most: int, seconds: float = math.inf, half_width: float = 0.0) -> MeasureTask:
+        """Return a task for the configuration ``key``: at most ``most`` steps or ``seconds``, less if ``half_width`` is met."""
         replicas, steps, batch = key
         shape = {"replicas": replicas, "batch": batch, "accumulation": steps, "warmup": self.request.warmup}
-        return MeasureTask(**shape, most=most, seconds=seconds, precision=precision)
+        return MeasureTask(**shape, most=most, seconds=seconds, half_width=half_width)
 
     def _absorb(self, task: MeasureTask, outcome: StepTimings, nodes: int) -> None:
         """Add a task's times, measured on ``nodes`` nodes, to its configuration's, and make the row from all of them.
@@ -348,7 +348,7 @@ class _Campaign:
             points = self._points(replicas, steps)
             for batch in sorted(self.wanted - set(points)):
                 prediction = predict(points, batch)
-                is_known = prediction.relative <= self.request.precision and self.request.repeats is None
+                is_known = prediction.relative <= self.request.half_width and self.request.repeats is None
                 reason = "the budget was spent"
                 if batch > self.limit:
                     reason = f"memory ends at batch {self.limit}"

@@ -135,11 +135,11 @@ def _shortfalls(result: ProfileResult, request: MeasureRequest) -> list[str]:
     """Return sentences on shortfalls: step times less precise than requested, and configurations that were not measured."""
     sentences = []
     half_widths = [half_width_of(row) for row in result.rows]
-    too_wide = [half_width for half_width in half_widths if half_width > request.precision]
-    if too_wide and request.repeats is None:  # a fixed number of repeats asks for no precision
+    too_wide = [half_width for half_width in half_widths if half_width > request.half_width]
+    if too_wide and request.repeats is None:  # a fixed number of repeats asks for no half width
         sentences.append(
             f"{len(too_wide)} of {len(result.rows)} step times are known to {max(too_wide):.0%} only, "
-            f"not {request.precision:.0%}; stop other load or raise --budget"
+            f"not {request.half_width:.0%}; stop other load or raise --budget"
         )
     missing = sum(skipped.reason == "the budget was spent" for skipped in result.skipped)
     if missing:

@@ -53,7 +53,7 @@ class MeasureTask:
     """A run of timed steps of one configuration (replicas, batch, accumulation), and when it ends.
 
     It ends after ``most`` timed steps, or after ``seconds`` were spent on steps of any kind (and three were timed), or
-    when the width of the median's 95 % interval is at most ``precision`` times the median.
+    when half the width of the median's 95 % interval is at most ``half_width`` times the median.
     """
 
     replicas: int
@@ -65,8 +65,8 @@ class MeasureTask:
     """Steps before those that are timed."""
     most: int
     seconds: float = float("inf")
-    precision: float = 0.0
-    """0: the precision of the median does not end it."""
+    half_width: float = 0.0
+    """0: how well the median is known does not end it."""
 
     def __str__(self) -> str:
         """Name the configuration, as progress and errors show it."""
@@ -81,9 +81,9 @@ class MeasureTask:
         """
         if len(steps_s) >= self.most or (len(steps_s) >= FEWEST and spent_s >= self.seconds):
             return True
-        if len(steps_s) < FEWEST_FOR_AN_INTERVAL or sum(steps_s) < SHORTEST_LOOK_S or not self.precision:
+        if len(steps_s) < FEWEST_FOR_AN_INTERVAL or sum(steps_s) < SHORTEST_LOOK_S or not self.half_width:
             return False
-        return median_interval(steps_s).relative <= self.precision
+        return median_interval(steps_s).relative <= self.half_width
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

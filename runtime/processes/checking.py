@@ -523,10 +523,13 @@ def _common_ratio(own_gradients: Arrays, expected_gradients: Arrays) -> float | 
     return ratio if is_common else None
 
 
-def _rates_apart(number: int, rates: Sequence[float], other: Sequence[float]) -> str:
-    """Return in words how the learning ``rates`` of update ``number`` differ from the reference's, ``other``."""
-    if len(rates) != len(other):
-        return f"step {number} has {len(rates)} learning rates, and {len(other)} in one process"
-    own, expected = next(pair for pair in zip(rates, other, strict=True) if not math.isclose(*pair))
-    cause = "let it follow updates or epochs, not the number of ranks or of this rank's batches"
-    return f"the learning rate of step {number} is {own:g}, and {expected:g} in one process: {cause}"
+def _rates_apart(number: int, rates: Sequence[float], expected_rates: Sequence[float]) -> str:
+    """Return in words how the learning ``rates`` of update ``number`` differ from the reference's, ``expected_rates``.
+
+    Each has one rate for each parameter group of all optimizers; at least one differs.
+    """
+    if len(rates) != len(expected_rates):
+        return f"step {number} has {len(rates)} learning rates, and {len(expected_rates)} in one process"
+    own, expected = next(pair for pair in zip(rates, expected_rates, strict=True) if not math.isclose(*pair))
+    remedy = "let it follow updates or epochs, not the number of ranks or of this rank's batches"
+    return f"the learning rate of step {number} is {own:g}, and {expected:g} in one process: {remedy}"

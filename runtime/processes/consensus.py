@@ -237,7 +237,11 @@ class Consensus:
         return np.frombuffer(text[1:], dtype="<f8")
 
     def _error_of(self, step: int, text: bytes) -> ConsensusError:
-        """Return the error for a round without a choice, from its ending ``text`` (the kind, then the ranks concerned)."""
+        """Return the error for a round without a choice, from the ``text`` that it has ended with.
+
+        That is the kind in the first byte, then the ranks concerned ("1,2"): ``_FAILED`` (no ranks), ``_MISSING`` (not in
+        time), ``_GONE`` (connection lost) or ``_ENDED`` (the rank has closed its Consensus).
+        """
         kind = text[:1]
         ranks = text[1:].decode()
         is_this_rank = str(self._rank) in ranks.split(",")
@@ -248,7 +252,7 @@ class Consensus:
         elif kind in (_MISSING, _GONE):
             reason = "time is up" if kind == _MISSING else "the connection is lost"
             what = f"nothing came from rank {ranks.replace(',', ', ')}, so batch sizes are unknown ({reason})"
-        else:
+        else:  # _ENDED
             who = "this rank is ending" if is_this_rank else f"rank {ranks} has ended"
             what = f"{who}, so batch sizes are unknown"
         return ConsensusError(f"step {step}: {what}")

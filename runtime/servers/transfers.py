@@ -70,6 +70,8 @@ class TransferPlan:
     ) -> TransferPlan:
         """Return the plan for ``model``, whose parameters are spread over the servers by bytes.
 
+        Parameters without elements are not transferred, and have no priority.
+
         Args:
             model: the model that all workers train.
             workers, servers: number of each at the start of the job.
@@ -87,7 +89,7 @@ class TransferPlan:
         if priority is not None and random_seed is not None:
             raise InputError("transfer plan", "has both priorities and a random seed", "give one of the two")
         slots = _slots(model, servers)
-        names = list(dict.fromkeys(slot.name for slot in slots))
+        names = [slot.name for slot in slots]
         numbers = None
         if priority is not None:
             _demand_same_names(priority, names)

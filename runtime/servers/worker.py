@@ -116,6 +116,7 @@ class Worker:
         self.arrivals: list[Arrival] = []
         self.updates = 0
         self.waited_s = 0.0
+        # Indices of the plan's slots in a step: values that have come, values that modules waited for, gradients sent.
         self._arrived_indices = set(range(len(plan.slots)))
         self._awaited_indices: set[int] = set()
         self._pushed_indices: set[int] = set()
@@ -400,7 +401,10 @@ class Worker:
         return handles
 
     def _begin_pull(self, push: bool) -> None:
-        """Reset the state of a step, and request the parameters of every server; ``push``: whether gradients are pushed."""
+        """Reset the state of a step, and ask every server for its parameters, without waiting for them.
+
+        The step's number is :attr:`clock`. ``push``: whether gradients will be pushed.
+        """
         self._arrived_indices = set()
         self._awaited_indices = set()
         self.arrivals = []

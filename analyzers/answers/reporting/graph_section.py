@@ -138,12 +138,12 @@ def _verdict(graph: Graph, orders: Mapping[str, ScheduleFigures], runs: int) -> 
 
 
 def _bounds_words(limits: MakespanBounds, random_s: float, tac_s: float) -> str:
-    """Return the sentences on the saving of TAC's order, and on the bounds L and U from which efficiency E follows.
+    """Return the sentences on the saving of TAC's order, and on the bounds of the efficiency E = (U - step) / (U - L).
 
     L is the time of the busiest resource alone, which no order beats; U that of all ops one after the other. ``random_s``
     and ``tac_s``: mean seconds of a step in random orders, and in TAC's.
     """
-    if limits.speedup is None or random_s <= 0:
+    if limits.speedup is None or random_s <= 0:  # no speedup is defined where L is 0
         return "Nothing in this graph takes any time."
     saved = 1.0 - tac_s / random_s
     verb = "saved" if saved >= 0 else "lost"
@@ -290,7 +290,8 @@ def _order_table(
         ("upper bound U", show_seconds(limits.upper_s), "", "0"),
     ]
     if best_s is not None:
-        best_row = ("best bound", show_seconds(best_s), "no order is faster", cell(limits.share(best_s), form=".3f"))
+        efficiency = cell(limits.efficiency(best_s), form=".3f")
+        best_row = ("best bound", show_seconds(best_s), "no order is faster", efficiency)
         bound_rows = [best_row, *bound_rows]
     return replace(table, rows=[*table.rows, *bound_rows])
 

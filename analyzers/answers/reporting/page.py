@@ -48,19 +48,20 @@ def render(
     slots: Slots = {}
     charts: list[Spec] = []
 
-    def hosts(picture: Picture) -> list[tuple[str, Sequence[Point]]]:
-        """Return (element id, points of an explorer) for each figure of a picture, and add the figures to ``charts``.
+    def add_charts(picture: Picture) -> list[tuple[str, Sequence[Point]]]:
+        """Add a picture's figures to ``charts``; return for each (id of its HTML element, points that readers filter).
 
-        The template calls it for each picture; the script then draws chart k into the element "chart-k".
+        Only an :class:`Explorer` has such points. The template calls it for each picture, and makes the elements; the
+        script then draws chart k into the element "chart-k".
         """
+        first_index = len(charts)
         charts.extend(spec(figure, slots) for figure in picture.figures)
-        first_index = len(charts) - len(picture.figures)
         points = [figure.points if isinstance(figure, Explorer) else () for figure in picture.figures]
         return [(f"chart-{first_index + index}", each) for index, each in enumerate(points)]
 
     # The policy in the page's head allows these two scripts and no other.
     hashes = [_hash_of(script()), _hash_of(_PAGE)]
-    environment.globals |= {"hosts_of": hosts, "script_hashes": hashes}
+    environment.globals |= {"add_charts": add_charts, "script_hashes": hashes}
     page = environment.get_template(TEMPLATE.name)
     text = page.render(title=title, sections=sections, summary=summary, generated_by=generated_by, first=first)
     parts = [_drawing(charts)] if charts else []

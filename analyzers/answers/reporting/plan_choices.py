@@ -430,7 +430,10 @@ def named_table(plan: Plan, decision: Decision) -> Table:
 
 
 def layouts_table(layouts: Sequence[Layout]) -> Table:
-    """Return the table of layouts (ways to shard and checkpoint a model): time, memory, and the memory that is missing."""
+    """Return the table of layouts (ways to shard and checkpoint a model): devices, batches, step, memory, and the price.
+
+    Memory is that of the process with most, and what is missing where it does not fit. The price is of a million samples.
+    """
     types = sorted({name for row in layouts for name in row.devices})
 
     def by_type(values: Mapping[str, object]) -> str:
@@ -449,8 +452,16 @@ def layouts_table(layouts: Sequence[Layout]) -> Table:
         f"Ways to hold the model on {' / '.join(types)}: with which checkpointing, on n of them, batch: samples "
         "per step of each (in passes); GiB of tensors in a process, and what is missing where it does not fit"
     )
+    # Short, for the width: parameters that are not sharded again stay gathered, and the caption speaks of checkpointing.
     labels = (row.text.replace("without resharding", "kept gathered").removesuffix(" checkpointing") for row in layouts)
-    names = ("layout", labels)
     return without_empty_columns(
-        tabled(caption, "predicted", layouts, columns, names=names, text_columns=3, spare=("price/1e6",))
+        tabled(
+            caption,
+            label="predicted",
+            records=layouts,
+            columns=columns,
+            names=("layout", labels),
+            text_columns=3,  # layout, n, batch
+            spare=("price/1e6",),
+        )
     )

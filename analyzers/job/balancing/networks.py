@@ -78,23 +78,23 @@ class NeuralNetwork(Trained):
         held_out = _held_out(targets.shape[1])
         generator = torch.Generator().manual_seed(self.settings.seed)
 
-        def pooled(span: slice, most: int) -> tuple[Tensor, Tensor]:
-            """Return inputs and targets of up to ``most`` random samples of all workers, out of each worker's ``span``."""
-            span_inputs = inputs[:, span].flatten(0, 1)
-            span_targets = targets[:, span].flatten()
-            chosen = torch.randperm(len(span_targets), generator=generator)[:most]
-            return span_inputs[chosen], span_targets[chosen]
+        def pooled(part: slice, most: int) -> tuple[Tensor, Tensor]:
+            """Return inputs and targets of up to ``most`` random samples of all workers, out of this ``part`` of each one's."""
+            part_inputs = inputs[:, part].flatten(0, 1)
+            part_targets = targets[:, part].flatten()
+            chosen = torch.randperm(len(part_targets), generator=generator)[:most]
+            return part_inputs[chosen], part_targets[chosen]
 
         train_inputs, train_targets = pooled(slice(None, -held_out), POOLED)
         # a quarter as many for validation, so that it is a fifth of all
         validation_inputs, validation_targets = pooled(slice(-held_out, None), POOLED // 4)
-        common_weights = self._fit(
+        common_weights = self._fit(  # one model, so that the first dimension is 1; all workers begin with equal weights
             {name: value[:1] for name, value in self.weights.items()},
             torch.cat([train_inputs, validation_inputs])[None],
             torch.cat([train_targets, validation_targets])[None],
-            _POOLED_RATE,
-            self.settings.most_steps,
-            len(validation_targets),
+            rate=_POOLED_RATE,
+            steps=self.settings.most_steps,
+            held_out=len(validation_targets),
         )
         # An expanded tensor shares memory between workers, and training changes each worker's weights: so they are copied.
         self.weights = {

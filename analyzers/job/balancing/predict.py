@@ -60,10 +60,11 @@ class Arima(Trained):
     With w the second difference of the speed, ``u[t] = w[t] - phi1 w[t-1] - phi2 w[t-2]`` is a moving average of order 1, whose
     exact one-step forecasts are given by the innovations algorithm (Brockwell and Davis, section 5.2):
 
-        e[t] = u[t] - theta e[t-1] / r[t-1],   r[t] = 1 + theta^2 - theta^2 / r[t-1],   e = 0 and r = 1 + theta^2 at first.
+        e[t] = u[t] - theta e[t-1] / r[t-1],   r[t] = 1 + theta^2 - theta^2 / r[t-1].
 
-    The usual shortcut r = 1 would never forget its start where theta is -1, the value for speeds that were differenced once too
-    often. All workers are in one array, because statsmodels' own ``append`` takes milliseconds per worker and iteration.
+    At first e is 0, and r is 1 + theta^2 for the first e that is not. The usual shortcut r = 1 would never forget its start
+    where theta is -1, the value for speeds that were differenced once too often. All workers are in one array, because
+    statsmodels' own ``append`` takes milliseconds per worker and iteration.
     """
 
     def __init__(self, workers: int, settings: PredictorSettings) -> None:
@@ -74,7 +75,7 @@ class Arima(Trained):
         self._error = np.zeros(workers)
         """(n,) e of the last iteration: its second difference minus the forecast of it."""
         self._variance = np.ones(workers)
-        """(n,) r of the last iteration: the variance of the forecast's error over that of the noise."""
+        """(n,) r of the coming iteration: the variance of the forecast's error over that of the noise."""
         self._next = np.zeros(workers)
         """(n,) forecast of the next second difference."""
 
@@ -95,7 +96,10 @@ class Arima(Trained):
         self._step(second_difference[1], second_difference[0])
 
     def _step(self, latest: Floats, previous: Floats) -> None:
-        """Move the recursion on by one iteration, from the ``latest`` and the ``previous`` (n,) second differences."""
+        """Move the recursion on by one iteration, from the ``latest`` and the ``previous`` (n,) second differences.
+
+        Formulas: those of the class, whose e is ``_error``, whose r is ``_variance``, and whose forecast of w is ``_next``.
+        """
         phi1, phi2, theta = self.parameters
         self._error = latest - self._next
         self._next = phi1 * latest + phi2 * previous + theta * self._error / self._variance

@@ -151,20 +151,21 @@ class Trained:
         return np.where(np.isfinite(forecast), bounded, fallback)
 
     def observe(self, speed: Floats) -> None:
-        """Take the (n,) speeds of the iteration that the last :meth:`predict` was for, and decide whether a training is due.
+        """Take the (n,) speeds, in samples per second, of the iteration that the last :meth:`predict` was for.
 
-        Raises InputError where :meth:`predict` was never called.
+        Then decide whether the next :meth:`predict` must train; if not, the model's state moves on by this iteration. Raises
+        InputError where :meth:`predict` was never called.
         """
         if self._readings is None:
             raise InputError("observe", "was called before predict", "predict every iteration before it is observed")
-        self._rows.append(np.stack((np.asarray(speed, dtype=np.float64), *self._readings)))
+        self._rows.append(np.stack((np.asarray(speed, dtype=np.float64), *self._readings)))  # (3, n)
         self._count += 1
         self._ema.observe(speed)
         self._lowest = np.minimum(self._lowest, speed)
         self._highest = np.maximum(self._highest, speed)
         since_warm_up = self._count - self.settings.warm_up
         self._due = since_warm_up >= 0 and since_warm_up % self.settings.refit_every == 0
-        if self.ready and not self._due:
+        if self.ready and not self._due:  # a training reads all rows, this one included
             self._advance(np.asarray(speed, dtype=np.float64))
 
     def last(self, iterations: int) -> Floats:

@@ -180,9 +180,10 @@ class FitProblem:
     A configuration is (``nodes``, ``replicas``, local ``batch``, accumulation steps in ``passes``); its rows are replaced by
     their mean, with the weight of all. ``member`` (n,) holds the configuration of each row; ``shared``: those of several
     replicas; ``grad_count``: rows with T_grad. By configuration, (g,): ``log_step`` and ``log_grad`` are means
-    of log times (the latter 0 where ``grads`` is 0), ``steps`` and ``grads`` how many rows they are over. By parameter, (7,):
-    ``free`` tells which ones the rows say something about, ``low`` and ``high`` bound their logarithms. The prior adds to the
-    loss ``prior_weight log(1 + q^2)`` with q = beta / alpha / ``slope_spread``, for each pair of :data:`SLOPES`.
+    of log times (the latter 0 where ``grads`` is 0), ``steps`` and ``grads`` how many rows they are over; ``_within`` and
+    ``_within_grad`` are the sums of the rows' squared deviations from these means. By parameter, (7,), in the order of
+    ``NAMES``: ``free`` tells which ones the rows say something about, ``low`` and ``high`` bound their logarithms. The prior
+    adds to the loss ``prior_weight log(1 + q^2)`` with q = beta / alpha / ``slope_spread``, for each pair of :data:`SLOPES`.
     """
 
     def __init__(
@@ -199,7 +200,8 @@ class FitProblem:
         keys = np.stack([rows.num_nodes, rows.num_replicas, rows.local_batch_size, rows.accumulation_steps])
         first_rows, self.member = _distinct(keys)
         if len(first_rows) > MOST_CONFIGURATIONS:
-            keys[2] = np.round(np.log(rows.local_batch_size) / 0.005)  # batches within half a per cent count as one
+            # In place of the batch: a number that batches within half a per cent have in common.
+            keys[2] = np.round(np.log(rows.local_batch_size) / 0.005)
             first_rows, self.member = _distinct(keys)
         self.nodes, self.replicas, self.passes = keys[0, first_rows], keys[1, first_rows], keys[3, first_rows]
         self.batch = np.bincount(self.member, rows.local_batch_size) / np.bincount(self.member)
@@ -215,9 +217,16 @@ class FitProblem:
         one_node = self.shared & (self.nodes <= 1)
         many_nodes = self.shared & (self.nodes > 1)
         batch_varies = self.batch != self.batch[0]
-        # For each parameter after alpha_grad, (g,): the configurations whose times depend on it (apart from alpha_grad).
-        determining_rows = (batch_varies, one_node, one_node & over_two, many_nodes, many_nodes & over_two, self.shared)
-        self.free = np.array([True, *(bool(mask.any()) for mask in determining_rows)])
+        # For each parameter after alpha_grad, (g,): whether a configuration says something about it (all do about alpha_grad).
+        informative_masks = (
+            batch_varies,  # beta_grad
+            one_node,  # alpha_sync_local
+            one_node & over_two,  # beta_sync_local
+            many_nodes,  # alpha_sync_node
+            many_nodes & over_two,  # beta_sync_node
+            self.shared,  # gamma
+        )
+        self.free = np.array([True, *(bool(mask.any()) for mask in informative_masks)])
         self.low, self.high = self._bounds()
 
     def _means(self, values: Floats, weights: Floats) -> tuple[Floats, Floats, float]:

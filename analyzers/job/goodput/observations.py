@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ddltool.arrays import Flags, Floats, Ints
 from ddltool.errors import InputError, did_you_mean
 from ddltool.profiles import LARGEST_COUNT, REQUIRED, TIMES_S, check_profile
-from ddltool.tables import demand, numbers
+from ddltool.tables import demand_valid, numbers
 from ddltool.telemetry import WARMUP_STEPS, rows_of_runs, runs_of
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ _COUNTS = ("num_nodes", "num_replicas", "local_batch_size")
 # AdaptDL's column for each of ours.
 _ADAPTDL = {"local_bsz": "local_batch_size", "step_time": "step_time_s", "sync_time": "sync_time_s"}
 _TELEMETRY = ("step", "rank", "world_size", "num_nodes", "batch", "compute_s", "sync_s")
+# Least T_grad, in seconds: below it a table counts the whole step as synchronisation, which says nothing about T_grad.
+_LEAST_GRAD_S = 1e-15
 _DIGITS, _PER_NODE = re.compile("[0-9]+"), "one digit per node, such as 44"
 
 
@@ -94,14 +96,14 @@ def check(rows: Observations) -> None:
         raise InputError("observations", "are empty", "give at least one measured row")
     limits = {
         "step_time_s": TIMES_S,
-        "grad_time_s": (1e-15, TIMES_S[1]),
+        "grad_time_s": (_LEAST_GRAD_S, TIMES_S[1]),
         **dict.fromkeys(_COUNTS, (1, LARGEST_COUNT)),
         "accumulation_steps": (0, LARGEST_COUNT),
     }
     for name, (low, high) in limits.items():
         values = getattr(rows, name)
         is_valid = (values >= low) & (values <= high) | (np.isnan(values) & (name == "grad_time_s"))
-        demand(is_valid, values, name, "observations", f"a number from {low:g} to {high:.15g}")
+        demand_valid(is_valid, values, name, "observations", f"a number from {low:g} to {high:.15g}")
 
 
 def kind_of(columns: list[str], where: str) -> Kind:
@@ -142,7 +144,8 @@ def kind_of(columns: list[str], where: str) -> Kind:
 def from_frame(frame: pd.DataFrame, where: str) -> Observations:
     """Return the observations in a native profile, hook telemetry, or AdaptDL's placements or scalability table.
 
-    T_grad is ``grad_time_s`` where the table has it, else the step without synchronisation over the number of passes. Raises
+    T_grad, the time of one pass without synchronisation, is ``grad_time_s`` where the table has it, else the step without
+    synchronisation divided by the number of passes (accumulation steps, and the one that synchronises). Raises
     InputError naming ``where`` (the file), row and column, or the columns that would be right.
     """
     kind = kind_of([str(name) for name in frame.columns], where)
@@ -154,14 +157,12 @@ def from_frame(frame: pd.DataFrame, where: str) -> Observations:
     grad_s = np.asarray(table.get("grad_time_s", missing), dtype=float)
     has_grad = ~np.isnan(grad_s)
     remedy = "it must be the time of one pass, above 0 and at most the step time"
-    demand(~has_grad | (grad_s <= step_s), grad_s, "grad_time_s", where, remedy)
+    demand_valid(~has_grad | (grad_s <= step_s), grad_s, "grad_time_s", where, remedy)
     grad_s = np.where(has_grad, grad_s, (step_s - sync_s) / (accumulation_steps + 1.0))
     return Observations(
         **{name: table[name].to_numpy(dtype=float) for name in _COUNTS},
         step_time_s=step_s,
-        # a pass below any clock's resolution means that the table counts all as synchronisation, which says nothing about
-        # T_grad
-        grad_time_s=np.where(grad_s >= TIMES_S[0] * 1e-6, grad_s, np.nan),
+        grad_time_s=np.where(grad_s >= _LEAST_GRAD_S, grad_s, np.nan),
         accumulation_steps=accumulation_steps,
         device=table["device"].astype(str).to_numpy(dtype=object) if "device" in table else np.zeros(0, dtype=object),
     )
@@ -252,7 +253,7 @@ def _check_rows(frame: pd.DataFrame, where: str, shown: Mapping[str, str] | None
     rows = rows if "device" in rows else rows.assign(device="")
     label = (shown or {}).get("sync_time_s", "sync_time_s")
     remedy = "it is the part of the step that synchronises, and below the step time"
-    demand((rows["sync_time_s"] < rows["step_time_s"]).to_numpy(), rows["sync_time_s"], label, where, remedy)
+    demand_valid((rows["sync_time_s"] < rows["step_time_s"]).to_numpy(), rows["sync_time_s"], label, where, remedy)
     return rows
 
 
@@ -266,7 +267,7 @@ def split_placements(placements: pd.Series[Any], where: str) -> list[tuple[int, 
         text: tuple(int(digit) for digit in text if digit != "0") for text in set(texts) if _DIGITS.fullmatch(text)
     }
     has_gpus = np.array([bool(gpus_by_text.get(text)) for text in texts], dtype=bool)
-    demand(has_gpus, placements, "placement", where, _PER_NODE)
+    demand_valid(has_gpus, placements, "placement", where, _PER_NODE)
     return [gpus_by_text[text] for text in texts]
 
 
@@ -324,5 +325,5 @@ def _add_device(rows: pd.DataFrame, where: str, device: str | None) -> pd.DataFr
     else:
         has_device = rows["device"].notna() & (rows["device"].astype(str).str.strip() != "")
         cells = rows["device"].where(has_device, "empty").reset_index(drop=True)
-        demand(has_device.to_numpy(), cells, "device", where, "name it with --device-name NAME")
+        demand_valid(has_device.to_numpy(), cells, "device", where, "name it with --device-name NAME")
     return rows if "origin" in rows.columns else rows.assign(origin="imported")

@@ -148,9 +148,10 @@ def _largest_counts(problem: Problem, max_devices: int) -> Iterator[Counts]:
 
 
 def _halves(box: Box) -> list[Box]:
-    """Return the halves of a box: without and with the first type that may be unused, else split along its longest side.
+    """Return the two halves of a box, which must hold more than one point.
 
-    Types are decided first because the types in use determine the links, and these the bound.
+    While some type's count may be 0 or more, one half has none of the first such type, and the other at least 1. Otherwise the
+    widest range of counts is halved. Types are decided first because the types in use determine the links, and these the bound.
     """
     low, high = box
     undecided = [index for index in range(len(low)) if low[index] == 0 < high[index]]

@@ -240,23 +240,24 @@ class LayoutFigures:
 
         The changes are torch.compile; float8, compiled, where every device has units for it; asynchronous tensor parallelism,
         which torch has only compiled, in tensor groups; and channels_last where convolutions are more than a small share of
-        the step.
+        the step. float8 and channels_last are told only where one device holds a replica: a group's work is traced in the
+        job's numerics alone.
         """
         found = {} if self.compile else {"torch.compile": self.changed(compile=True)}
         prefix = "" if self.compile else "torch.compile with "
         work = self.work.under(candidate.sharding)
-        is_alone = self.degrees.gpus == 1
+        is_replica_on_one_device = self.degrees.gpus == 1
         has_float8 = all("float8" in self.kinds[name].model.device.peak_flops for name in candidate.layout.devices)
-        if has_float8 and work.in_fp8 is not None and is_alone:
-            with suppress(InputError):
+        if has_float8 and work.in_fp8 is not None and is_replica_on_one_device:
+            with suppress(InputError):  # a step that cannot be traced in float8 has no such alternative
                 found[f"{prefix}fp8"] = self.changed(compile=True, work=work.in_fp8())
         if isinstance(self.work, ParallelCurve) and self.degrees.sequence:
             degrees = replace(self.degrees, overlapped=True)
             overlapped = self.changed(compile=True, degrees=degrees, work=replace(self.work, layout=degrees))
             found[f"{prefix}asynchronous tensor parallelism"] = overlapped
         has_images = _convolution_share(work.traced.graph) > _OF_IMAGES
-        if has_images and work.in_channels_last is not None and is_alone:
-            with suppress(InputError):
+        if has_images and work.in_channels_last is not None and is_replica_on_one_device:
+            with suppress(InputError):  # the same of channels_last
                 found["channels_last"] = self.changed(work=work.in_channels_last())
         return found
 
@@ -536,17 +537,18 @@ class LayoutFigures:
         passes: int,
         equal: bool,
     ) -> tuple[Row, ...] | None:
-        """Return how many samples of a step each device takes, in ``passes`` passes; None where memory does not hold them.
+        """Return how many samples of a step each device takes, as rows of devices with equally many.
 
-        The numbers are equal if ``equal`` or on one type, else such that all devices end at the same time. ``limits``: device
-        type -> samples of one pass that a device holds. A row's ``kind`` is the index of its type in ``used``.
+        The numbers are equal if ``equal`` or on one type, whatever memory holds; else such that all devices end at the same
+        time, or None where memory does not hold them or some device would get no sample. A row's ``kind`` is the index of its
+        type in ``used``. ``limits``: device type -> samples of one pass that a device holds.
         """
         counts = list(used.values())
         if equal or len(used) == 1:
             return tuple(equal_rows(dict(enumerate(counts)), self.total))
-        mean_samples = max(2, -(-self.total // (sum(counts) * passes)))
+        mean_samples = -(-self.total // (sum(counts) * passes))  # of a device in a pass, rounded up
         lines = [self._pass_line(name, mean_samples, recompute, sharding) for name in used]
-        # the time of a whole step over its samples: each pass pays the fixed time once
+        # Lines of the whole step, by a device's samples in it: the fixed time is spent in each pass.
         times = [
             replace(line, launch_s=line.launch_s * passes, memory_limit=passes * limits[name])
             for line, name in zip(lines, used, strict=True)

@@ -236,7 +236,7 @@ class Layouts(LayoutFigures):
                 fitting += filter(None, [self._with_solved_recomputation(pick, on_host=False)])
             # Saving on the host as well is tried where it could gain: fitting[-1] is what was just found on the device, if
             # anything.
-            if self.saves_on_host and (must_save_on_host or self._gains_without_recomputation(fitting[-1], pick)):
+            if self.saves_on_host and (must_save_on_host or self._could_gain_on_host(fitting[-1], pick)):
                 on_host = self._with_solved_recomputation(pick, on_host=True)
                 best_value = min(value(candidate.layout) for candidate in fitting)
                 is_by_itself = (
@@ -279,10 +279,11 @@ class Layouts(LayoutFigures):
             self.kinds[name].model.device.link.startswith("PCIe") for name in layout.devices
         )
 
-    def _gains_without_recomputation(self, best: LayoutCandidate, pick: LayoutCandidate) -> bool:
-        """Return whether ``best`` would be slower than ``pick`` without recomputation by more than ``_HOST_GAIN``.
+    def _could_gain_on_host(self, best: LayoutCandidate, pick: LayoutCandidate) -> bool:
+        """Return whether saving on the host could make a step that is shorter than ``best``'s by more than ``_HOST_GAIN``.
 
-        If not, nothing that avoids recomputation, such as saving on the host, is worth trying.
+        Saving there at most spares the recomputation. So ``best`` is compared with ``pick`` as it would be if it recomputed
+        nothing, whatever memory that takes. Both are layouts with a step.
         """
         ideal = self._cost(pick.layout.devices, pick.sharding, "none", pick.layout.passes, pick.rows)
         return ideal is not None and (best.layout.step_s or 0.0) > (ideal.layout.step_s or 0.0) * (1 + _HOST_GAIN)

@@ -287,17 +287,19 @@ class _Fuser:
         """(n,) ops that are computed again in each kernel that reads them."""
 
     def fuse(self) -> Fusion:
-        """Return the kernels, and the bytes that they write and read.
+        """Return the fused kernels with the bytes that they read and write, and which outputs of all ops reach memory.
 
         A fused kernel reads each output of other kernels once, and writes what another kernel, a transfer or the backward
         pass needs. The outputs of its ops that nothing else needs stay in registers.
         """
         reads_of = {op: self._effective_reads(op) for op in self.order}
         leader = self._leaders(reads_of)
-        written, last, kernel_reads_bytes = self._reads_between_kernels(reads_of, leader)
+        read_elsewhere, last_reader, kernel_reads_bytes = self._reads_between_kernels(reads_of, leader)
         has_reader = np.array([bool(readers) for readers in self.readers])
         # A kernel that is not fused always writes its output; an output that nothing reads is a result of the step.
-        written |= self.is_op & (~has_reader | self.sent | self.saved | ~self.is_fusible)
+        written = read_elsewhere | (self.is_op & (~has_reader | self.sent | self.saved | ~self.is_fusible))
+        # A fused kernel reads other kernels' outputs and what no op made, some of its ops read their inputs once more, and it
+        # writes its outputs.
         traffic = np.zeros(len(self.graph))
         for op in self.order:
             if leader[op] >= 0:
@@ -305,8 +307,8 @@ class _Fuser:
                 made_bytes = float(self.graph.written_bytes[op]) if written[op] else 0.0
                 traffic[leader[op]] += made_bytes + second_read_bytes + float(self.own_bytes[op])
         traffic += kernel_reads_bytes
-        self._share_storages(written, last)
-        return Fusion(leader=leader, traffic=traffic, written=written, last=last)
+        self._share_storages(written, last_reader)
+        return Fusion(leader=leader, traffic=traffic, written=written, last=last_reader)
 
     def _reads_between_kernels(
         self, reads_of: dict[int, dict[int, float]], leader: NDArray[np.intp]
@@ -318,7 +320,7 @@ class _Fuser:
         it. ``reads_of``: by op its effective reads (:meth:`_effective_reads`). ``leader``: as in :class:`Fusion`.
         """
         count = len(self.graph)
-        is_read = np.zeros(count, dtype=bool)
+        read_elsewhere = np.zeros(count, dtype=bool)
         last_reader = np.arange(count)
         kernel_reads: list[dict[int, float]] = [{} for _ in range(count)]  # at the leader, sources and bytes
         for op in self.order:
@@ -328,11 +330,11 @@ class _Fuser:
                 if is_fused and leader[source] == own_leader:  # it stays within the kernel
                     continue
                 last_reader[source] = max(last_reader[source], op)
-                is_read[source] = True
+                read_elsewhere[source] = True
                 if is_fused:
                     kernel_reads[own_leader][source] = max(kernel_reads[own_leader].get(source, 0.0), size)
         kernel_reads_bytes = np.array([sum(reads.values()) for reads in kernel_reads], dtype=np.float64)
-        return is_read, last_reader, kernel_reads_bytes
+        return read_elsewhere, last_reader, kernel_reads_bytes
 
     def _share_storages(self, written: Flags, last: NDArray[np.intp]) -> None:
         """Change ``written`` and ``last`` (n,) so that an op and an op that overwrites its output in place agree.
@@ -348,7 +350,7 @@ class _Fuser:
                     last[overwritten] = max(last[overwritten], last[op])
 
     def _effective_reads(self, op: int) -> dict[int, float]:
-        """Return the ops and parameters whose outputs an op reads from memory, with their bytes.
+        """Return an op's effective reads: the ops and parameters whose outputs its kernel uses for it, with their bytes.
 
         An input that is not in memory, because it is not kept for the backward pass or is inlined (cheap enough to be computed
         wherever it is read), is computed again in the op's kernel; what this computation reads takes its place.

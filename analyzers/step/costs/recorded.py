@@ -265,15 +265,17 @@ def _timeline(recorded: Recorded, step: StreamedStep, row: PredictedRow) -> Memo
     ``step``: the simulated times of its ops. ``row``: the step's prediction, from which the timeline takes replicas and batch
     size.
     """
-    places = len(step.end_s)
-    at_s = np.maximum.accumulate(step.end_s)  # ops of several streams overlap
-    fullest = fullest_of_spans(at_s, recorded.held_bytes(places), step.step_s)
+    op_count = len(step.end_s)
+    at_s = np.maximum.accumulate(step.end_s)  # ascending: ops of several streams may end in another order
+    fullest_ops = fullest_of_spans(at_s, recorded.held_bytes(op_count), step.step_s)
+    # Rounding can leave sums of bytes that are added and freed slightly below 0.
     parts = {
-        part: np.maximum(recorded.held_bytes(places, part)[fullest], 0.0) for part in dict.fromkeys(recorded.parts)
+        part: np.maximum(recorded.held_bytes(op_count, part)[fullest_ops], 0.0)
+        for part in dict.fromkeys(recorded.parts)
     }
     return MemoryTimeline(
         num_replicas=row.num_replicas,
         local_batch_size=row.local_batch_size,
-        time_s=at_s[fullest].tolist(),
+        time_s=at_s[fullest_ops].tolist(),
         parts={part: held.tolist() for part, held in parts.items() if held.any()},
     )

@@ -545,12 +545,13 @@ class _EventColumns:
     def collectives(self) -> Floats:
         """Return (3, n) the collectives that run on the host; rows: the index of the name, start and duration in seconds.
 
-        Those of NCCL are left out, because on the host they only launch a kernel.
+        Starts count from the first event that was read. Collectives of NCCL, and of XCCL (Intel's), are left out: on the host
+        they only launch a kernel.
         """
-        name_index, _, start, duration = self.table("collectives")
-        runs_on_host = [not name.startswith(("nccl", "xccl")) for name in self.names] or [False]
-        is_kept = np.array(runs_on_host)[name_index.astype(np.intp)]
-        return np.stack([name_index[is_kept], start[is_kept] * 1e-6, duration[is_kept] * 1e-6])
+        name_index, _, start_us, duration_us = self.table("collectives")
+        runs_on_host = np.array([not name.startswith(("nccl", "xccl")) for name in self.names], dtype=bool)  # by name
+        is_kept = runs_on_host[name_index.astype(np.intp)]  # the tables keep all numbers as floats
+        return np.stack([name_index[is_kept], start_us[is_kept] * 1e-6, duration_us[is_kept] * 1e-6])
 
     def busy_times(self, spans: TraceSpans, end_s: float) -> Iterator[tuple[Floats, Floats]]:
         """Yield (compute, communication) for each device: two arrays (2, n) of starts and durations in seconds.

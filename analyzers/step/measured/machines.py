@@ -239,7 +239,8 @@ def _mib_to_gib(text: str | None) -> float | None:
 def _from_scontrol(text: str, where: str) -> Iterator[Node | str]:
     """Yield a node for each device type of each record of ``scontrol show node``, or a remark on what is left out.
 
-    A record is ``KEY=VALUE`` fields from one ``NodeName=`` to the next. Raises InputError for a record without a name.
+    A record is ``KEY=VALUE`` fields from one ``NodeName=`` to the next. ``Gres`` has the node's GPUs, and ``ActiveFeatures``
+    words that the site has given to it. Raises InputError for a record without a name.
     """
     for record in re.split(r"^[ \t]*(?=NodeName=)", text, flags=re.MULTILINE)[1:]:
         fields = dict(re.findall(r"(?:^|\s)([A-Za-z]\w*)=(\S*)", record))
@@ -255,6 +256,8 @@ def _from_scontrol(text: str, where: str) -> Iterator[Node | str]:
         gpu_entries = [resource for resource in resources if resource.startswith("gpu")]
         if not gpu_entries:
             yield f"{name}: has no gpu in Gres, left out"
+            continue
+        # A site may name the type of GPU among the features where Gres has only gpu:COUNT.
         features = re.split(r"[,&|]", fields.get("ActiveFeatures", ""))
         known_feature = next((word for word in features if word and devices().find(word)), None)
         for gpu_entry in gpu_entries:

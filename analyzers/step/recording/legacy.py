@@ -73,7 +73,8 @@ def _gpu_type_of(kind: Any) -> Any:
 def stand_in_types() -> None:
     """Give ``torch.cuda`` its old tensor types, and make a module ``torch._six`` with the names that torch 1 had there.
 
-    ``torch.set_default_tensor_type`` takes these types, too. All of this stays for good.
+    ``torch.set_default_tensor_type`` takes these types, too. So a script that names them can be recorded without a GPU, which
+    torch's own need. Nothing of this is undone, because the process is the recorded script's alone.
     """
     six = ModuleType("torch._six")
     six.__dict__.update(

@@ -5,12 +5,12 @@ Start at :func:`change_libraries`; the process is the recorded script's alone.
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from importlib.abc import Loader, MetaPathFinder
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,14 +38,15 @@ class _PatchingFinder(MetaPathFinder, Loader):
         """By a module's name, its own loader; None while Python looks for that loader."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        """Return the own spec of the module ``fullname`` with this object as its loader; None for one that is not patched.
+        """Return the spec that Python's other finders have for the module ``fullname``, with this object as its loader.
 
-        Python's import calls it; ``path`` and ``target`` are not used.
+        None for a module that is not patched, and while the other finders are asked. Python's import calls this method;
+        ``path`` and ``target`` are not used.
         """
         if fullname not in self._changes or fullname in self._loaders:
             return None
-        self._loaders[fullname] = None  # find_spec asks this finder again, which then returns None above
-        spec = find_spec(fullname)
+        self._loaders[fullname] = None  # Python asks this finder again, which then returns None above
+        spec = importlib.util.find_spec(fullname)
         if spec is None or spec.loader is None:
             return spec
         self._loaders[fullname] = spec.loader

@@ -347,6 +347,7 @@ def _onnx_convolution(call: Call) -> Product | None:
     """Return FLOPs and (count, m, n, k) of ONNX's convolutions, None where a shape is unknown."""
     # The weight is input 1; a quantized convolution has its input's scale and zero point before it.
     weight = call.shape(3 if call.name == "QLinearConv" else 1)
+    # The tensor at whose every position the filters are multiplied.
     visited = call.shape(0) if call.name == "ConvTranspose" else call.output
     return convolution(visited, weight, int(call.named.get("group", 1)))
 

@@ -222,7 +222,7 @@ def register_device() -> torch.device:
 
     Raises NeedsOwnProcess where there is a GPU, on which this process could not train any more.
     """
-    own_process.demand()
+    own_process.demand_own_process()
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     _setup_privateuseone_for_python_backend(rename="gpu", backend_module=PosedBackend())

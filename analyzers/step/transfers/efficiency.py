@@ -334,7 +334,7 @@ class MakespanBounds:
     transfer_s: float
     """Busiest channel."""
 
-    def share(self, makespan_s: float, best_s: float | None = None) -> float | None:
+    def efficiency(self, makespan_s: float, best_s: float | None = None) -> float | None:
         """Return the scheduling efficiency E of a makespan (Equation 3), from 0 to 1; None if U = L: nothing can overlap.
 
         ``best_s``: the best that any schedule could reach, in place of L.
@@ -360,7 +360,8 @@ class Comparison:
     @property
     def undefined_reason(self) -> str | None:
         """The reason why the scheduling efficiency is undefined, None if it is defined."""
-        if self.bounds.share(self.bounds.lower_s) is not None:
+        # U and L alone decide whether E is defined, so that it can be asked for any makespan.
+        if self.bounds.efficiency(self.bounds.lower_s) is not None:
             return None
         return "U = L, one resource does all the work: there is nothing to overlap"
 
@@ -423,7 +424,7 @@ def simulated(
             makespan_min_s=float(values.min()),
             makespan_max_s=float(values.max()),
             samples=len(makespans),
-            efficiency=limits.share(mean),
+            efficiency=limits.efficiency(mean),
             order=list(schedule.order) if schedule is not None else None,
             priority=dict(schedule.priority) if schedule is not None else None,
         )
@@ -482,14 +483,14 @@ def compare(
     # Against these, where each order's lost time lies.
     comparison.best_bound_s = max(comparison.bounds.lower_s, bound_s)
     for name, figures in comparison.schedules.items():
-        share = comparison.bounds.share(figures.makespan_s, comparison.best_bound_s)
+        of_best = comparison.bounds.efficiency(figures.makespan_s, comparison.best_bound_s)
         lost = _attribute_loss(comparison, figures.makespan_s, min(known_makespans_s))
-        comparison.schedules[name] = figures.model_copy(update={"efficiency_of_best": share, "attribution": lost})
+        comparison.schedules[name] = figures.model_copy(update={"efficiency_of_best": of_best, "attribution": lost})
     if exact_s is not None:
         comparison.schedules["exact"] = ScheduleFigures(
             makespan_s=exact.makespan_s,
-            efficiency=comparison.bounds.share(exact.makespan_s),
-            efficiency_of_best=comparison.bounds.share(exact.makespan_s, comparison.best_bound_s),
+            efficiency=comparison.bounds.efficiency(exact.makespan_s),
+            efficiency_of_best=comparison.bounds.efficiency(exact.makespan_s, comparison.best_bound_s),
             lower_bound_s=exact.lower_bound_s,
             status=exact.status,
             gap=0.0 if exact.makespan_s <= 0 else max(0.0, 1.0 - exact.lower_bound_s / exact.makespan_s),

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from functools import reduce as fold
@@ -253,35 +253,31 @@ def _merge_ops(problem: ShopProblem) -> ShopProblem:
         for op in sends:  # rule 6: sends of one channel that wait for the same blocks
             waits_for = frozenset(block_of[source] for source in problem.inputs[op])
             block_of[op] = representative.setdefault((problem.resource[op], waits_for), op)
-    return _join_blocks(problem, block_of, {block_of[op] for op in before_sends}, last_ops[-1:])
+    return _join_blocks(problem, block_of, {block_of[op] for op in before_sends}, last_ops[-1] if last_ops else None)
 
 
-def _join_blocks(
-    problem: ShopProblem, block: Sequence[int], before_sends: set[int], last: Sequence[int]
-) -> ShopProblem:
+def _join_blocks(problem: ShopProblem, block: Sequence[int], before_sends: set[int], last: int | None) -> ShopProblem:
     """Return the problem whose ops are the blocks, in topological order; a block's key is one of its ops.
 
     Args:
         problem: the problem of the single ops.
         block: the key of each op's block.
         before_sends: the keys of the blocks of H.
-        last: the key of the block of rule 5, which runs after all other compute; empty where there is none.
+        last: the key of the block of rule 5, which runs after all other compute; None where there is none.
     """
     members: dict[int, list[int]] = {}
     for op, key in enumerate(block):
         members.setdefault(key, []).append(op)
+    # The edges of ops that lead from one block to another.
     inputs = {
         key: {block[source] for op in ops for source in problem.inputs[op]} - {key} for key, ops in members.items()
     }
+    # A block of H has edges from recvs and from other blocks of H alone. Those from recvs give way to fewer that say the same.
     for key, sources in _edges_before_sends(problem, block, before_sends).items():
-        edges_within = inputs[key] & before_sends
-        inputs[key] = sources | edges_within
-    for key in last:
-        inputs[key] |= {other for other in members if problem.kind[other] == COMPUTE and other != key}
-    keys = sorted(members)
-    key_index = {key: index for index, key in enumerate(keys)}
-    indexed_inputs = [[key_index[source] for source in inputs[key]] for key in keys]
-    order = [keys[index] for index in first_ready_first(indexed_inputs)]
+        inputs[key] = sources | (inputs[key] & before_sends)
+    if last is not None:  # rule 5
+        inputs[last] |= {other for other in members if problem.kind[other] == COMPUTE and other != last}
+    order = _inputs_first(inputs)
     position = {key: index for index, key in enumerate(order)}
     return ShopProblem(
         times=[sum(problem.times[op] for op in members[key]) for key in order],
@@ -292,6 +288,14 @@ def _join_blocks(
         members=[[original for op in members[key] for original in problem.members[op]] for key in order],
         before_sends=frozenset(position[key] for key in before_sends),
     )
+
+
+def _inputs_first(inputs: Mapping[int, set[int]]) -> list[int]:
+    """Return the keys of ``inputs`` in an order in which each comes after its inputs, which are keys as well."""
+    keys = sorted(inputs)
+    key_index = {key: index for index, key in enumerate(keys)}
+    indexed_inputs = [[key_index[source] for source in inputs[key]] for key in keys]
+    return [keys[index] for index in first_ready_first(indexed_inputs)]
 
 
 def _edges_before_sends(problem: ShopProblem, block: Sequence[int], before_sends: set[int]) -> dict[int, set[int]]:

@@ -57,7 +57,7 @@ def test_certificates(graph: Graph, seed: int, ordered: bool) -> None:
     check_certificate(graph, timeline, priority)
     limits = bounds(graph)
     assert limits.lower_s - CLOSE <= timeline.makespan_s <= limits.upper_s + CLOSE
-    value = limits.share(timeline.makespan_s)
+    value = limits.efficiency(timeline.makespan_s)
     assert value is None or 0 <= value <= 1
 
 
@@ -117,8 +117,8 @@ def test_every_op_that_may_be_picked_is_picked_as_often() -> None:
 def test_bounds_by_hand() -> None:
     limits = bounds(figure1())
     assert (limits.upper_s, limits.lower_s, limits.speedup) == (4.0, 2.0, 1.0)
-    assert limits.share(3.0) == 0.5
-    assert limits.share(4.0) == 0.0
+    assert limits.efficiency(3.0) == 0.5
+    assert limits.efficiency(4.0) == 0.0
 
 
 def one_resource() -> Graph:
