@@ -139,10 +139,10 @@ def _shortfalls(result: ProfileResult, request: MeasureRequest) -> list[str]:
     if too_wide and request.repeats is None:  # a fixed number of repeats asks for no half width
         sentences.append(
             f"{len(too_wide)} of {len(result.rows)} step times are known to {max(too_wide):.0%} only, "
-            f"not {request.half_width:.0%}; stop other load or raise --budget"
+            f"not {request.half_width:.0%}; stop other load or raise --time-limit"
         )
     missing = sum(skipped.reason == "the budget was spent" for skipped in result.skipped)
     if missing:
-        remedy = "raise --budget, or --resume"
-        sentences.append(f"{missing} configurations were not measured: the budget was spent; {remedy}")
+        remedy = "raise --time-limit, or --resume"
+        sentences.append(f"{missing} configurations were not measured: the time was spent; {remedy}")
     return sentences

@@ -87,6 +87,11 @@ def test_rates_and_parameters_that_differ_are_told(tmp_path: Path, monkeypatch: 
     equal, line = checked(tmp_path, monkeypatch, LOSS, scaled)
     assert not equal
     assert line.startswith("the learning rate of step 1 is 0.2, and 0.1 in one process: let it follow")
+    parts = "1 + dist.get_world_size()"
+    groups = f"[dict(params=[*model.parameters()][part::{parts}]) for part in range({parts})]"
+    equal, line = checked(tmp_path, monkeypatch, LOSS, (SCHEDULE, SCHEDULE.replace("model.parameters()", groups)))
+    assert (equal, line) == (False, "step 1 has 3 learning rates, and 2 in one process")
+    equal, line = checked(tmp_path, monkeypatch, LOSS, scaled)
     proof = load("enforce.json", Enforcement).checked
     assert proof is not None
     assert not proof.equal
