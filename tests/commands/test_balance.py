@@ -86,7 +86,7 @@ def test_tables_fit_80_columns_and_files_are_written(cli: Cli, short: Path, tmp_
 
 
 def test_speeds_that_cannot_be_foretold_are_called_so(cli: Cli, tmp_path: Path) -> None:
-    line = "Equal batches are as fast here"
+    line = "Leave the batches equal"
     chance = np.random.default_rng(0)
     for name, steady in (("noise", 0.0), ("steady", 1.0)):
         base = 1.0 + steady * np.arange(4)

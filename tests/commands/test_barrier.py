@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -71,6 +72,8 @@ def test_steady_workers_meet_where_their_periods_meet(cli: Cli, tmp_path: Path) 
 
 
 def test_the_gap_is_kept(cli: Cli) -> None:
+    answer = cli("barrier", EXAMPLE, "--lookahead", 30, "--max-gap", 1).done().out
+    assert re.match(r"Synchronise after 1 to 2 iterations .*, up to 1\s+iteration\s+stale\.", answer, re.DOTALL)
     document = cli("barrier", EXAMPLE, "--max-gap", 2, "--json").document
     assert document["max_gap"] == 2
     for record in document["objectives"].values():

@@ -122,20 +122,24 @@ def barrier_section(result: BarrierResult, name: str) -> Section:
     blocks += [*_iteration_tables(records), *([_tradeoff_picture(result)] if result.tradeoff else [])]
     lead = f"{counted(result.workers, 'worker')}, {counted(result.lookahead, 'iteration')} looked ahead. "
     lead += "Times count as in the file that was read."
+    verdict = _barrier_verdict(result)
     return Section(
         title=f"Barrier: {name}",
-        lead=[_barrier_sentence(result), lead],
+        lead=[verdict.answer, lead],
         blocks=blocks,
-        verdict=_barrier_verdict(result),
+        verdict=verdict,
     )
 
 
 def _barrier_sentence(result: BarrierResult) -> str:
     """Return the sentence on when to synchronise next, and on its gain in iterations per second over BSP.
 
-    BSP (bulk synchronous parallel) synchronises after every iteration.
+    BSP (bulk synchronous parallel) synchronises after every iteration. The barrier is that of the first algorithm, or where its
+    gap exceeds the bound, the exact one of most iterations a second within it.
     """
     choice = next(iter(result.algorithms.values()))
+    if result.max_gap is not None and choice.iteration_gap > result.max_gap:
+        choice = max(result.objectives.values(), key=lambda record: record.iterations_per_s or 0.0)
     iteration_counts = choice.iterations.values()
     fewest = min(iteration_counts)
     most = max(iteration_counts)
@@ -217,8 +221,6 @@ def balance_section(result: BalanceResult, name: str) -> Section:
         f"{result.workers} workers, {result.iterations:,} iterations of which {result.warm_up:,} warm-up, total batch "
         f"{result.total_batch:,}."
     ]
-    if min((record.iteration_time_ratio for record in result.predictors.values()), default=0) >= 1:
-        lead.append("Equal batches are as fast here: these speeds cannot be foretold well enough.")
     equal = "equal split"
     # Predictors are between two bounds: equal batches, which ignore speeds, and those by the true speeds.
     splits: dict[str, SplitTime] = {equal: result.equal_split, **result.predictors, "speeds known": result.oracle}
@@ -485,9 +487,14 @@ def _balance_verdict(result: BalanceResult) -> Verdict | None:
     saved = 1 - best.iteration_time_ratio
     oracle_saving = 1 - result.oracle.iteration_time_ratio
     is_faster = saved > 0
-    saving_text = f"{saved:.1%} less time per iteration" if is_faster else f"{-saved:.1%} more time per iteration"
+    answer = f"Batches sized by {name}: {saved:.1%} less time per iteration than equal ones (simulated)."
+    if not is_faster:
+        answer = (
+            f"Leave the batches equal: sized by {name} an iteration takes {-saved:.1%} longer, for these speeds cannot be "
+            "foretold well enough (simulated)."
+        )
     return Verdict(
-        answer=f"Batches sized by {name}: {saving_text} than equal ones (simulated).",
+        answer=answer,
         sure=f"knowing the speeds would save {oracle_saving:.1%}; mean of {result.iterations - result.warm_up:,} iterations",
         then="balance(model, ...) in the script does it while it trains" if is_faster else "leave the batches equal",
         good=is_faster,
@@ -495,13 +502,12 @@ def _balance_verdict(result: BalanceResult) -> Verdict | None:
 
 
 def _barrier_verdict(result: BarrierResult) -> Verdict:
-    """Return the verdict on barriers: the longest waiting of a worker at the best one, and under BSP."""
-    _, best = min(result.objectives.items(), key=lambda item: item[1].waiting_time_s)
-    best_wait = show_seconds(best.waiting_time_s)
-    bsp_wait = show_seconds(result.bsp.waiting_time_s)
+    """Return the verdict on barriers: when to synchronise; and how long a worker then waits, at the best one and under BSP."""
+    best = min(result.objectives.values(), key=lambda record: record.waiting_time_s)
+    best_wait, bsp_wait = show_seconds(best.waiting_time_s), show_seconds(result.bsp.waiting_time_s)
     return Verdict(
-        answer=f"The longest waiting of a worker is {best_wait} at the best barrier, {bsp_wait} under BSP (predicted).",
-        sure=f"workers are then up to {counted(best.iteration_gap, 'iteration')} apart",
+        answer=_barrier_sentence(result),
+        sure=f"the longest waiting of a worker is {best_wait} at the best barrier, {bsp_wait} under BSP",
         then="Server(policy=ElasticBSP(...)) sets such barriers; see the trade-off for a bound on the gap",
         good=best.waiting_time_s < result.bsp.waiting_time_s,
     )
