@@ -35,6 +35,7 @@ from ddltool.analyzers.step.costs.setting import ParallelDegrees, Placement, Set
 from ddltool.analyzers.step.costs.work import WorkCurve, measure_work
 from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.analyzers.step.tracing.step import TrainingStep
+from ddltool.analyzers.step.tracing.transformers_models import transformers_step
 from ddltool.links import parse_nic
 from ddltool.shipped import calibration, devices
 
@@ -72,6 +73,9 @@ LLAMAS = {
     "llama3-70b": (8192, 64, 8, 28672, 80),
     "llama3-405b": (16384, 128, 8, 53248, 126),
 }
+
+
+EXPERTS = {"qwen3_30b_a3b": "Qwen/Qwen3-30B-A3B"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,7 +268,7 @@ def simumax(data: Path) -> Iterator[Pair]:
 
 
 # NeMo's precisions of weights' products, as torch names their types; casts are those of float8 for both.
-PRODUCTS = {"FP8": "float8", "FP8-CS": "float8", "MXFP8": "float8", "NVFP4": "float4"}
+PRODUCTS = {"FP8": "float8", "FP8-CS": "float8", "MXFP8": "float8", "FP8-MX": "float8", "NVFP4": "float4"}
 
 
 @cache
@@ -279,14 +283,22 @@ def _narrow_llama(length: int, layers: int, name: str, dtype: str) -> WorkCurve:
     return replace(curve, traced=traced, under_fsdp=None, _lifetimes={}, _under_fsdp=[])
 
 
+@cache
+def _experts(length: int, name: str) -> WorkCurve:
+    """Return the work of a published model with experts, its linear layers outside them in float8."""
+    return _traced(lambda: transformers_step(name, length), precision="fp8")
+
+
 def nemo(data: Path) -> Iterator[Pair]:
-    """Yield Llama-3-70B in NeMo on 64 GPUs or fewer, in eight and four bits; no experts and no LoRA.
+    """Yield Llama-3-70B in NeMo on 64 GPUs or fewer, in eight and four bits, and a Qwen3 with experts; no LoRA.
 
     Nodes of 8 H100 with a card of 400 Gbit/s each, and racks of 72 GB200 or GB300.
     """
     for cells in _cells(data / "truth" / "nemo_performance.csv"):
         parts, name = degrees(cells["strategy"]), cells["model"].lower().replace("llama3_", "llama3-")
-        if name not in LLAMAS or cells["precision"] not in PRODUCTS or "LoRA" in cells["note"]:
+        if name not in (*LLAMAS, *EXPERTS) or "LoRA" in cells["note"]:
+            continue
+        if cells["precision"] not in PRODUCTS:
             continue
         device = cells["gpu"].removeprefix("DGX-")
         virtual = degrees(cells["strategy"]).get("VP", 1)
@@ -297,6 +309,7 @@ def nemo(data: Path) -> Iterator[Pair]:
             sequence=parts["TP"] > 1,
             virtual=virtual if parts["PP"] > 1 else 1,
             overlapped=parts["TP"] > 1,  # as its recipes do
+            expert=parts.get("EP", 1),
         )
         replicas, batch = gpus // layout.gpus, int(float(cells["batch_per_gpu"]))
         setting = Setting(
@@ -307,10 +320,21 @@ def nemo(data: Path) -> Iterator[Pair]:
             layout=layout,
             compile=True,  # tuned recipes: Transformer Engine's fused kernels
         )
-        curve = _narrow_llama(int(float(cells["seq_len_or_img"])), LLAMAS[name][-1], name, PRODUCTS[cells["precision"]])
+        length, kept = (
+            int(float(cells["seq_len_or_img"])),
+            cells["precision"].replace("-CS", "").replace("FP8-MX", "MXFP8"),
+        )
+        if name in EXPERTS:
+            curve, ways = (
+                _experts(length, EXPERTS[name]),
+                f"EP {layout.expert}" + (", PP" if layout.pipeline > 1 else ""),
+            )
+        else:
+            curve = _narrow_llama(length, LLAMAS[name][-1], name, PRODUCTS[cells["precision"]])
+            ways = "FSDP" if fsdp else "TP, PP"
         yield Pair(
-            group="Llama-3-70B, NeMo",
-            strategy=f"{device} {cells['precision'].replace('-CS', '')}, {'FSDP' if fsdp else 'TP, PP'}",
+            group="Qwen3-30B-A3B, NeMo" if name in EXPERTS else "Llama-3-70B, NeMo",
+            strategy=f"{device} {kept}, {ways}",
             measured_s=float(cells["step_time_ms"]) / 1e3,
             predicted_s=step_s(curve, device, 1.0, setting, replicas, batch),
             # NeMo's steps in float8 and MXFP8 differ by a few per cent where their layouts are alike.
@@ -482,7 +506,7 @@ def section(data: Path) -> str:
     parts = [
         TITLE,
         f"<!-- run: parse (the measured rows) -->\n```sh\n{COMMAND}\n```",
-        "Steps of `predict --tensor-parallel`, `--pipeline-parallel` and `--replicas`.",
+        "Steps of `predict --tensor-parallel`, `--pipeline-parallel`, `--expert-parallel` and `--replicas`.",
         _table([*megatron, *llama, *narrow]),
         "- Megatron-LM: vTrain's GPTs of 0.2 to 18 x 10^9 parameters on 2 to 256 A100. Half of the steps on one node wait for "
         f"the host, which takes {MEGATRON_HOST:g} times as long for an op as the shipped constants say (read off these rows). "
@@ -493,7 +517,8 @@ def section(data: Path) -> str:
         "error, with operators measured there, is 5.6 % in time and 1.4 % in memory.\n"
         "- NeMo: tuned recipes, compiled transformers' Llama for their fused kernels, in eight and four bits, which no "
         "constant was fitted to; MXFP8 as FP8, NVFP4 as FP8 with products at the datasheet's rate of four bits; a tensor "
-        "group's exchanges are asynchronous, as NVIDIA's recipes have them.",
+        "group's exchanges are asynchronous, as NVIDIA's recipes have them. Qwen3-30B-A3B is transformers', with "
+        "`--expert-parallel`; its rows are of several releases of NeMo, up to 1.8 times apart where all else is alike.",
         asynchronous(),
         "torchtitan measured these ([8B and 70B]"
         "(https://github.com/pytorch/torchtitan/blob/main/benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md), "

@@ -49,7 +49,7 @@ _LARGEST = 2**31
 # Parameters of a step that is traced: a script that is recorded says these itself. And those that only a script has.
 _MODELLED = (
     "batch_sizes", "replicas", "precision", "channels_last", "compile", "optimizer", "accumulation", "sharding",
-    "checkpointing", "sequence_length", "tensor_parallel", "pipeline_parallel", "sequence_parallel",
+    "checkpointing", "sequence_length", "tensor_parallel", "pipeline_parallel", "expert_parallel", "sequence_parallel",
     "async_tensor_parallel", "virtual_stages", "lora", "attention",
 )  # fmt: skip
 _RECORDED = ("limit", "keep_files")
@@ -70,6 +70,7 @@ def predict(
     replicas: Annotated[Sequence[int] | int, integers] = 1,
     tensor_parallel: Annotated[int, within(1, 1024)] = 1,
     pipeline_parallel: Annotated[int, within(1, 1024)] = 1,
+    expert_parallel: Annotated[int, within(1, 1024)] = 1,
     sequence_parallel: bool = False,
     async_tensor_parallel: bool = False,
     virtual_stages: Annotated[int, within(1, 1024)] = 1,
@@ -128,7 +129,11 @@ def predict(
         sequence=sequence_parallel,
         virtual=virtual_stages,
         overlapped=async_tensor_parallel,
+        expert=expert_parallel,
     )
+    if any(count % expert_parallel for count in counts):
+        problem = f"{expert_parallel} GPUs share the experts of {', '.join(map(str, counts))} replicas"
+        raise InputError("--expert-parallel", problem, "give --replicas in multiples of it")
     trained: dict[str, Any] = {"optimizer": optimizer, "accumulation": accumulation, "compile": compile}
     trained |= {"sharding": sharding, "checkpointing": checkpointing, "layout": layout}
     settings = [Setting(fabric=fabric, **trained) for fabric in fabrics]

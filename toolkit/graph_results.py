@@ -96,6 +96,7 @@ class PredictionAssumptions(Part):
     checkpointing: str = "none"
     sequence_parallel: bool = False
     async_tensor_parallel: bool = False
+    expert_parallel: Count = 1
     virtual_stages: Count = 1
     lora: Count | None = Field(
         default=None, description="rank of the adapters that are trained alone; null: all is trained"

@@ -200,6 +200,7 @@ def _settings_words(assumed: PredictionAssumptions, rows: Sequence[PredictedRow]
         f"up to {assumed.gpus_per_node} GPUs a node": any(row.num_gpus > 1 for row in rows),
         "sequence parallel": assumed.sequence_parallel and not assumed.async_tensor_parallel,
         "asynchronous tensor parallel": assumed.async_tensor_parallel,
+        f"{assumed.expert_parallel} replicas share experts": assumed.expert_parallel > 1,
         f"{assumed.virtual_stages} interleaved stages a GPU": assumed.virtual_stages > 1,
         f"sharding {assumed.sharding}": assumed.sharding != "recorded" and is_replicated,
         f"checkpointing {assumed.checkpointing}": assumed.checkpointing != "none",

@@ -23,6 +23,7 @@ from ddltool.analyzers.step.communication.fsdp import Unit, simulate_fsdp
 from ddltool.analyzers.step.communication.nccl import Communicator, Fabric
 from ddltool.analyzers.step.communication.program import Program
 from ddltool.analyzers.step.costs.compiling import compiled
+from ddltool.analyzers.step.costs.expert_parallel import all_to_all_s, share_experts
 from ddltool.analyzers.step.costs.held import Held
 from ddltool.analyzers.step.costs.memory import ACTIVATION, GRADIENT, PARAMETER, Recomputation, TensorLifetimes
 from ddltool.analyzers.step.costs.model import CostModel, Exchanges, estimate
@@ -74,6 +75,9 @@ def parallel_curve(curve: WorkCurve, setting: Setting) -> WorkCurve:
         if isinstance(text, str) and text.endswith(ON_HOST):
             problem = f"{text!r} beside tensor or pipeline parallelism is not modelled"
             raise InputError(option, problem, f"give {text.removesuffix(ON_HOST)}")
+    if layout.expert > 1 and layout.tensor > 1:
+        problem = "experts that several replicas share are not modelled beside tensor parallelism"
+        raise InputError("--expert-parallel", problem, "give --tensor-parallel 1")
     if setting.budget_bytes is not None:
         raise InputError("--checkpointing", "no budget is kept stage by stage", "give none, selective or full")
     parallel = ParallelCurve.of(curve, layout, setting.accumulation)
@@ -98,7 +102,9 @@ class _Ranks:
         size = traced.graph.batch_size
         if size not in self._known:
             rank = Rank(traced=traced, exchanges=(), divided={})
-            if self.layout.tensor > 1:
+            if self.layout.expert > 1:
+                rank = share_experts(traced, self.layout.expert)
+            elif self.layout.tensor > 1:
                 blocks = self.curve.lifetimes(size or 1).blocks
                 rank = rank_of(traced, blocks, self.layout.tensor, sequence=self.layout.sequence)
 
@@ -172,6 +178,8 @@ class ParallelCurve(WorkCurve):
         group = setting.fabric.over(self.layout.tensor)
         exchanged_bytes = np.array(stages.rank.exchanged_bytes(batch_size))
         seconds = group.all_reduce_s(exchanged_bytes) if len(exchanged_bytes) else exchanged_bytes
+        if self.layout.expert > 1:
+            seconds = all_to_all_s(setting.fabric, self.layout.expert, exchanged_bytes)
         # a reduce-scatter and an all-gather, unless every rank needs the whole sum
         is_divided = np.array(
             [self.layout.sequence and not exchange.whole for exchange in stages.rank.exchanges], dtype=bool
@@ -220,7 +228,9 @@ class ParallelCurve(WorkCurve):
             forward_s, backward_s = forward_s + copied_forward_s, backward_s + copied_backward_s
         transfer_s = stages.transfer_s(size, setting.fabric, placement)
         alone_s = float(play(forward_s, backward_s, layout.pipeline, setting.accumulation, transfer_s).max())
-        update_s = own_update_s(graph, sharding) * stages.trained_share(size)
+        update_s = (
+            own_update_s(graph, sharding) * stages.trained_share(size) * stages.shared_factor(size, sharding.shard)
+        )
         if stages.has_copies and not sharding.gathers:
             passes = _NORM_AND_CAST / sharding.shard + _ZEROED
             update_s = update_s + passes * stages.by_stage(trained_bytes) / bytes_per_s
@@ -280,6 +290,8 @@ class Stages:
         for address, share in rank.divided.items():
             if address in whole.numbers:
                 held_share[whole.numbers[address]] = share
+        self.is_expert = (held_share < 1.0) & (whole.role == PARAMETER) & (layout.expert > 1)
+        """(s,) whether a storage is of experts, of which the GPU has a part."""
         graph = rank.traced.graph
         # By block, with what lies outside all blocks at the end, where the index -1 finds it.
         trained_bytes = np.zeros(len(blocks) + 1)
@@ -397,6 +409,17 @@ class Stages:
         """
         trained = self.by_stage(self.trained_bytes(size))
         return trained / max(float(self.lifetimes.trained_bytes.sum()), 1.0)
+
+    def shared_factor(self, size: Floats, shard: int) -> Floats:
+        """Return (pipeline,) how many times as much a GPU has of what replicas share as a part of its own parameters.
+
+        A part of the model is shared by ``shard`` replicas, and a part of the experts by the fewer that have the same experts;
+        it is 1 without experts. ``size``: (s,) bytes of the storages.
+        """
+        all_bytes = self.by_stage(self.parameter_bytes(size))
+        expert_bytes = self.by_stage(self.holds @ np.where(self.is_expert, size, 0.0))
+        factor: Floats = 1.0 + (min(self.layout.expert, shard) - 1.0) * expert_bytes / np.maximum(all_bytes, 1.0)
+        return factor
 
     def seconds(self, graph: Graph) -> tuple[Floats, Floats]:
         """Return (seconds of each piece's forward pass, seconds of its backward pass), each (pieces,).
@@ -551,21 +574,34 @@ class Stages:
             root_bytes = max(trained_bytes - float(life.trained_bytes[:-1][of_stage].sum()), 0.0)
             own_bytes = np.append(np.where(of_stage, life.trained_bytes[:-1], 0.0), root_bytes)
             held = replace(life, trained_bytes=own_bytes).held(recomputation, sharding, optimizer, own_size)
+            # What experts add to the parts of parameters, of their states, and at the step's end of reduced gradients.
+            more_bytes = (float(self.shared_factor(size, sharding.shard)[stage]) - 1.0) * trained_bytes / sharding.shard
+            held.add("parameters", 0, held.places, more_bytes)
+            held.add("optimizer", 0, held.places, state_share(self.rank.traced.graph, optimizer) * more_bytes)
+            held.add("gradients", held.places - 1, held.places, more_bytes)
         else:
             held = Held(life.nodes + recomputation.extra)
             life.hold_activations(held, recomputation, own_size)
-            self._hold_state(held, recomputation, own_size, trained_bytes, sharding.shard, optimizer)
+            shared_bytes = trained_bytes * float(self.shared_factor(size, sharding.shard)[stage])
+            self._hold_state(held, recomputation, own_size, trained_bytes, shared_bytes / sharding.shard, optimizer)
         if in_flight_bytes:
             held.add("activations", 0, held.places, in_flight_bytes)
         return held
 
     def _hold_state(
-        self, held: Held, recomputation: Recomputation, size: Floats, trained_bytes: float, shard: int, optimizer: str
+        self,
+        held: Held,
+        recomputation: Recomputation,
+        size: Floats,
+        trained_bytes: float,
+        own_bytes: float,
+        optimizer: str,
     ) -> None:
         """Add to ``held`` the parameters, gradients and optimizer states of a stage that does not shard its parameters.
 
         A gradient is held until it has been added to the buffer of gradients, which stays. The optimizer's states, including
-        float32 copies of parameters, are divided by ``shard``. ``size``: (s,) bytes of the stage's storages.
+        float32 copies of parameters, are of the ``own_bytes`` of ``trained_bytes`` that it updates. ``size``: (s,) bytes of the
+        stage's storages.
         """
         life = self.lifetimes
         is_gradient = life.role == GRADIENT
@@ -576,7 +612,7 @@ class Stages:
         # Held where it is made, and at the next place, where it is added to the buffer.
         held.add("gradients", made, made + 2, size[is_gradient])
         held.add("gradients", 0, held.places, self.summed_share * trained_bytes)
-        held.add("optimizer", 0, held.places, copies * trained_bytes / shard)
+        held.add("optimizer", 0, held.places, copies * own_bytes)
 
 
 def replica_group(fabric: Fabric, layout: ParallelDegrees, replicas: int, sharding: Sharding) -> Communicator:

@@ -101,6 +101,7 @@ def predict_on(
         "gpus_per_node": first_setting.fabric.gpus_per_node,
         "sequence_parallel": first_setting.layout.sequence,
         "async_tensor_parallel": first_setting.layout.overlapped,
+        "expert_parallel": first_setting.layout.expert,
         "virtual_stages": first_setting.layout.virtual,
     }
     return PredictResult(

@@ -20,7 +20,7 @@ from ddltool.units import parse_bytes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelDegrees:
-    """How the GPUs of one replica share its model: tensor, pipeline and sequence parallelism."""
+    """How the GPUs of one replica share its model, by tensors, blocks and tokens; and how many replicas share its experts."""
 
     tensor: int = 1
     """The number of GPUs that share the matrix products of every block."""
@@ -32,6 +32,8 @@ class ParallelDegrees:
     """The number of stages on each GPU of a pipeline; several are interleaved."""
     overlapped: bool = False
     """Whether what these GPUs exchange runs piece by piece beside the products (asynchronous tensor parallelism)."""
+    expert: int = 1
+    """The number of replicas among which the experts of every block are divided."""
 
     @property
     def gpus(self) -> int:

@@ -15,7 +15,7 @@ all-reduce becomes a reduce-scatter and an all-gather. Start at :func:`rank_of`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,7 +53,7 @@ _FACTORS = {
 }
 _BATCHED = names_in("bmm baddbmm")
 # Ops whose result is a view or a copy of their input.
-_PASSING = names_in(
+PASSING = names_in(
     "t transpose permute view _unsafe_view reshape expand unsqueeze squeeze _to_copy to_float8 clone detach alias slice"
 )
 # Ops that need all elements of a dimension at once.
@@ -80,9 +80,11 @@ class TensorExchange:
     op: str
     """The op that it follows, by name."""
     tensor: Sized
-    """The tensor that is reduced, at the traced batch size."""
+    """The tensor that is reduced or sent, at the traced batch size."""
     whole: bool = False
     """Whether every rank needs the whole sum, so that the exchange is an all-reduce even under sequence parallelism."""
+    of_experts: bool = False
+    """Whether it is an all-to-all, which sends rows to the GPUs of their experts, or back; else the tensor is reduced."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -163,7 +165,9 @@ class _Divider:
                 remedy = f"give a divisor of {least}" if least > 1 else "leave it out"
                 raise InputError("--tensor-parallel", f"{self.ranks} ranks do not divide {width} {words}", remedy)
         self._divide()
-        return Rank(traced=self._traced(), exchanges=self.exchanges, divided=self._shares())
+        split_names = {self.parameters[node] for node in self.split if node in self.parameters}
+        traced = step_of_part(self.traced, self._cuts, self.ranks, split_names)
+        return Rank(traced=traced, exchanges=self.exchanges, divided=self._shares())
 
     # Which weights are split ------------------------------------------------------------------------------------------
 
@@ -201,7 +205,7 @@ class _Divider:
             chains = none.union(*(open_chains.get(source, none) for source in node.all_input_nodes))
             # A chain must end within its block.
             failed |= {product for product in chains if self.block_at[self.place_of[product]] != self.block_at[place]}
-            factors = _factors(node)
+            factors = factors_of(node)
             weight = self._weight_of(node) if self.block_at[place] >= 0 else None
             if factors and weight is not None:  # a product with a weight ends the chains of its input, or begins one
                 ends_here = open_chains.get(factors[0], none)
@@ -300,17 +304,17 @@ class _Divider:
         None: the node is no product, or its second factor is no parameter. In torch's layers the weight is the second one:
         ``x @ W.t()``.
         """
-        factors = _factors(node)
+        factors = factors_of(node)
         if not factors:
             return None
         weight = factors[1]
-        while weight.op == "call_function" and base_name(weight.target) in _PASSING:
+        while weight.op == "call_function" and base_name(weight.target) in PASSING:
             weight = weight.all_input_nodes[0]
         return weight if self.parameters.get(weight) else None
 
     def _is_bias(self, node: Node) -> bool:
         """Return whether a node is a parameter of one dimension, or a view or cast of one."""
-        while node.op == "call_function" and base_name(node.target) in _PASSING:
+        while node.op == "call_function" and base_name(node.target) in PASSING:
             node = node.all_input_nodes[0]
         return bool(self.parameters.get(node)) and value_of(node).dim() == 1
 
@@ -335,7 +339,7 @@ class _Divider:
                 continue
             for source in partial_sums:
                 self._complete(source, self.partial)
-            factors = _factors(node)
+            factors = factors_of(node)
             has_divided = any(source in self.divided for source in node.all_input_nodes)
             if factors and not self._is_batch_product(node):
                 self._divide_product(node, factors, node in whole_gradients)
@@ -373,7 +377,7 @@ class _Divider:
         name, is_forward = base_name(node.target), self.place_of[node] < self.backward
         if name in _ADDED:  # in the backward pass, gradients are added before they are exchanged
             return len(parts) == len(node.all_input_nodes) or not is_forward
-        return name in _PASSING or name in _LINEAR or (is_forward and name in _LINEAR_FORWARD)
+        return name in PASSING or name in _LINEAR or (is_forward and name in _LINEAR_FORWARD)
 
     def _complete(self, node: Node, among: set[Node]) -> None:
         """Make a node's tensor whole by an exchange, if it is in the set ``among`` (``divided`` or ``partial``).
@@ -383,7 +387,7 @@ class _Divider:
         """
         if node not in among or node in self.split:
             return
-        while base_name(node.target) in _PASSING and node.all_input_nodes[0] in among:
+        while base_name(node.target) in PASSING and node.all_input_nodes[0] in among:
             node = node.all_input_nodes[0]
         if node in self.split:  # a view of a weight
             return
@@ -392,7 +396,7 @@ class _Divider:
         while waiting:
             viewed = waiting.pop()
             among.discard(viewed)
-            waiting += [user for user in viewed.users if user in among and base_name(user.target) in _PASSING]
+            waiting += [user for user in viewed.users if user in among and base_name(user.target) in PASSING]
 
     def _whole_gradients(self) -> set[Node]:
         """Return the nodes that make the gradients of parameters that are not split: every rank needs these gradients whole."""
@@ -406,7 +410,7 @@ class _Divider:
             if name in split_names:
                 continue
             node = made_by[gradient.untyped_storage()._cdata]
-            while base_name(node.target) in _PASSING and node.all_input_nodes:  # through views and copies
+            while base_name(node.target) in PASSING and node.all_input_nodes:  # through views and copies
                 node = node.all_input_nodes[0]
             makers.add(node)
         return makers
@@ -420,61 +424,15 @@ class _Divider:
         maker = node
         while maker not in self.names:  # the node picks one of several results of an op
             maker = maker.all_input_nodes[0]
-        self.exchanges.append(TensorExchange(op=self.names[maker], tensor=_sized(tensors_of(value_of(node))[0])))
+        self.exchanges.append(TensorExchange(op=self.names[maker], tensor=exchanged(tensors_of(value_of(node))[0])))
 
     def _exchange_loss(self, node: Node) -> None:
         """Add the ``_LOSS_EXCHANGES`` exchanges of a loss on divided logits, each of one float32 number for every token."""
         tokens = value_of(node.all_input_nodes[0]).shape[:-1]
-        number_each = _sized(torch.empty(tokens, dtype=torch.float32, device="meta"))
+        number_each = exchanged(torch.empty(tokens, dtype=torch.float32, device="meta"))
         self.exchanges += [TensorExchange(op=self.names[node], tensor=number_each, whole=True)] * _LOSS_EXCHANGES
 
     # The rank's step -----------------------------------------------------------------------------------------------------
-
-    def _traced(self) -> TracedStep:
-        """Return the traced step with the rank's part of the work, of the parameters and of the gradients.
-
-        The cost of an op is that of its call on the rank's parts of its tensors; ops on whole tensors keep their cost.
-        """
-        graph = self.traced.graph
-        issued_calls, calls = self._rank_calls()
-        costs = [cost_of(call) for call in issued_calls]
-        flops, gemm = graph.flops.copy(), graph.gemm.copy()
-        size_bytes, written_bytes = graph.size_bytes.copy(), graph.written_bytes.copy()
-        for op, name in enumerate(graph.names):
-            if name in calls:
-                cost = costs[calls[name]]
-                flops[op] = cost.flops
-                size_bytes[op] = cost.size_bytes
-                written_bytes[op] = cost.written_bytes
-                gemm[op] = cost.gemm
-        split_names = {self.parameters[node] for node in self.split if node in self.parameters}
-        for op in np.flatnonzero((graph.kind == RECV) | (graph.kind == SEND)).tolist():
-            if graph.parameter[op] in split_names:
-                size_bytes[op] /= self.ranks  # each rank sends its part
-        rank_graph = replace(graph, flops=flops, size_bytes=size_bytes, written_bytes=written_bytes, gemm=gemm)
-        # The cached traces at other batch sizes are those of the whole step, and left behind.
-        return replace(self.traced, graph=rank_graph, issued=issued_calls, calls=calls, _traces={})
-
-    def _rank_calls(self) -> tuple[tuple[Issued, ...], dict[str, int]]:
-        """Return (distinct calls, by op name the index of the op's call in them) of the rank's step.
-
-        A call is an op with the shapes and types of its tensors, on which its cost depends. The whole step's calls keep their
-        indices, also those that the rank does not make; calls on parts of tensors follow.
-        """
-        traced = self.traced
-        index_of_call: dict[Issued, int] = {call: index for index, call in enumerate(traced.issued)}
-        calls = dict(traced.calls)
-        known: dict[tuple[Any, ...], int] = {}  # by whole call and cuts, the index of the cut call, since layers repeat
-        for name, node in traced.nodes.items():
-            cuts = self._cuts(node)
-            if not any(cut is not None for cut in cuts.values()):
-                continue
-            key = (traced.calls[name], *cuts.values())
-            if key not in known:
-                cut_call = _issued_cut(node, cuts, self.ranks)
-                known[key] = index_of_call.setdefault(cut_call, len(index_of_call))  # an equal call keeps its index
-            calls[name] = known[key]
-        return tuple(index_of_call), calls
 
     def _cuts(self, node: Node) -> dict[Node, int | None]:
         """Return, for each input of an op and for its output, the dimension along which the rank has only a part of the tensor.
@@ -482,7 +440,7 @@ class _Divider:
         None: the rank has all of it. -2 means rows and -1 columns of a product; :data:`_LONGEST` the longest dimension.
         """
         tensors = [*node.all_input_nodes, node]
-        factors = _factors(node)
+        factors = factors_of(node)
         if factors and not self._is_batch_product(node):
             return self._cuts_of_product(node, factors)
         if _is_attention(node):  # every rank has a part of the heads
@@ -542,18 +500,76 @@ class _Divider:
                 address = tensor.untyped_storage()._cdata
                 if is_divided:
                     shares.setdefault(address, 1.0 / self.ranks)
-                elif node.op != "call_function" or base_name(node.target) not in _PASSING:
+                elif node.op != "call_function" or base_name(node.target) not in PASSING:
                     whole.add(address)
         return {address: share for address, share in shares.items() if address not in whole}
 
     def _of_parameter(self, node: Node) -> bool:
         """Return whether a node is a view or cast of a placeholder, such as a parameter, or a result of the program."""
-        while node.op == "call_function" and base_name(node.target) in _PASSING:
+        while node.op == "call_function" and base_name(node.target) in PASSING:
             node = node.all_input_nodes[0]
         return node in self.parameters or node.op != "call_function" or self.nodes[-1] in node.users
 
 
-def _factors(node: Node) -> tuple[Node, Node] | None:
+def step_of_part(
+    traced: TracedStep, cuts_of: Callable[[Node], Mapping[Node, int | None]], parts: int, split_names: Collection[str]
+) -> TracedStep:
+    """Return a traced step with one GPU's part of the work, of the parameters and of the gradients.
+
+    The cost of an op is that of its call on the GPU's parts of its tensors; ops on whole tensors keep their cost.
+
+    Args:
+        traced: the whole step.
+        cuts_of: returns, for each input of an op and for its output, the dimension along which the GPU has only a part of the
+            tensor, see :func:`_issued_cut`.
+        parts: the number of parts, each on another GPU.
+        split_names: the parameters of which each GPU has only a part.
+    """
+    graph = traced.graph
+    issued_calls, calls = _calls_on_parts(traced, cuts_of, parts)
+    costs = [cost_of(call) for call in issued_calls]
+    flops, gemm = graph.flops.copy(), graph.gemm.copy()
+    size_bytes, written_bytes = graph.size_bytes.copy(), graph.written_bytes.copy()
+    for op, name in enumerate(graph.names):
+        if name in calls:
+            cost = costs[calls[name]]
+            flops[op] = cost.flops
+            size_bytes[op] = cost.size_bytes
+            written_bytes[op] = cost.written_bytes
+            gemm[op] = cost.gemm
+    for op in np.flatnonzero((graph.kind == RECV) | (graph.kind == SEND)).tolist():
+        if graph.parameter[op] in split_names:
+            size_bytes[op] /= parts  # each GPU sends its part
+    part_graph = replace(graph, flops=flops, size_bytes=size_bytes, written_bytes=written_bytes, gemm=gemm)
+    # The cached traces at other batch sizes are those of the whole step, and left behind.
+    return replace(traced, graph=part_graph, issued=issued_calls, calls=calls, _traces={})
+
+
+def _calls_on_parts(
+    traced: TracedStep, cuts_of: Callable[[Node], Mapping[Node, int | None]], parts: int
+) -> tuple[tuple[Issued, ...], dict[str, int]]:
+    """Return (distinct calls, by op name the index of the op's call in them) of one GPU's part of a step.
+
+    A call is an op with the shapes and types of its tensors, on which its cost depends. The whole step's calls keep their
+    indices, also those that the GPU does not make; calls on parts of tensors follow. The arguments are those of
+    :func:`step_of_part`.
+    """
+    index_of_call: dict[Issued, int] = {call: index for index, call in enumerate(traced.issued)}
+    calls = dict(traced.calls)
+    known: dict[tuple[Any, ...], int] = {}  # by whole call and cuts, the index of the cut call, since layers repeat
+    for name, node in traced.nodes.items():
+        cuts = cuts_of(node)
+        if not any(cut is not None for cut in cuts.values()):
+            continue
+        key = (traced.calls[name], *cuts.values())
+        if key not in known:
+            cut_call = _issued_cut(node, cuts, parts)
+            known[key] = index_of_call.setdefault(cut_call, len(index_of_call))  # an equal call keeps its index
+        calls[name] = known[key]
+    return tuple(index_of_call), calls
+
+
+def factors_of(node: Node) -> tuple[Node, Node] | None:
     """Return the two factors of a product, the input first and the weight second; None: the node is no product."""
     if not isinstance(node.target, OpOverload):
         return None
@@ -580,13 +596,13 @@ def _keeps_last(source: Node, node: Node) -> bool:
 
     Only a view may move or split it; of a view it is taken to be kept if the two have the same size.
     """
-    if base_name(node.target) not in _PASSING or base_name(node.target) == "slice":
+    if base_name(node.target) not in PASSING or base_name(node.target) == "slice":
         return True
     before, after = value_of(source), value_of(node)
     return bool(before.dim() and after.dim() and before.shape[-1] == after.shape[-1])
 
 
-def _sized(tensor: Tensor) -> Sized:
+def exchanged(tensor: Tensor) -> Sized:
     """Return the properties of a tensor that is exchanged: shape and type, with a storage of its own elements only.
 
     A view may lie in a larger storage, which is not exchanged.

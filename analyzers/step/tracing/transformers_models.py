@@ -83,7 +83,7 @@ def configured_step(
         excess = f"{sequence_length:,} tokens are more than the {longest:,} that the model is configured for"
         note = join_notes(note, excess)
     if any((getattr(named.config.get_text_config(), field, 0) or 0) > 1 for field in _EXPERTS):
-        note = join_notes(note, "experts are shared out like other layers, without expert parallelism")
+        note = join_notes(note, "every replica has all experts (predict --expert-parallel shares them out)")
     return TrainingStep(name=named.title, module=module, inputs=bound, loss=loss, note=note)
 
 
