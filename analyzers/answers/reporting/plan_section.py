@@ -73,7 +73,7 @@ def plan_section(plan: Plan, name: str, others: Sequence[Plan] = ()) -> Section:
     details = [
         f"Job {shortened(plan.job, 60)}, strategy {plan.strategy}: {show_seconds(plan.iteration_s)} per step, "
         f"{plan.throughput:.4g} mini-batches/s of {counted(plan.batch_size, 'sample')} "
-        f"on {counted(plan.world_size, 'device')}; {_optimality_words(plan)} ({show_seconds(plan.solve_seconds)}).",
+        f"on {counted(plan.world_size, 'device')}; {_optimality_words(plan)} (searched for {show_seconds(plan.solve_seconds)}).",
         f"Waste: {plan.waste:.4g} mini-batches/s of {plan.waste + plan.throughput:.4g} on the used devices.",
     ]
     lead = list(decision.words) if decision is not None else [_plain_words(plan)]

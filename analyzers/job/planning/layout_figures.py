@@ -57,6 +57,8 @@ SURE = 0.9
 # Time limit of the solver that chooses which activations to recompute, in seconds, and the share of a step that ends it: a
 # step is not known better.
 _CHOOSING_S, _CHOOSING_GAP = 3.0, 1e-3
+# Most passes of a step on devices of several types that are tried, beside the fewest that memory allows.
+MOST_PASSES = 64
 GIB = 2.0**30
 WHOLE = Sharding(kind="none")
 # From this ratio of the host's time to the device's on, the host may decide the step: its time is known to within 60 %.
@@ -480,7 +482,8 @@ class LayoutFigures:
             rows = self._shares(used, limits, summing, recompute, passes, equal)
             if rows is None or min(row.size for row in rows) < passes:  # each pass needs a sample
                 continue
-            if limit_s < math.inf and self._lower_bound_s(used, summing, recompute, passes, rows) > limit_s:
+            step_limit_s = min(limit_s, (best.layout.step_s or math.inf) if best is not None else math.inf)
+            if step_limit_s < math.inf and self._lower_bound_s(used, summing, recompute, passes, rows) > step_limit_s:
                 continue
             candidate = self._cost(used, summing, recompute, passes, rows, accept)
             if candidate is not None and (best is None or (candidate.layout.step_s or 0) < (best.layout.step_s or 0)):
@@ -516,8 +519,8 @@ class LayoutFigures:
         ``fewest``: the fewest that fit memory; ``devices``: those that share the samples, whose numbers of samples may be
         ``unequal``.
         """
-        if unequal:
-            tried = [fewest, fewest + 1, 2 * fewest]
+        if unequal:  # how well whole samples share out in a pass varies from one number to the next
+            tried = list(range(fewest, min(max(fewest, self.total // devices), MOST_PASSES) + 1)) or [fewest]
         else:
             # If passes differ in samples, each takes as long as the largest: so a number that divides the samples is tried too.
             most_samples = -(-self.total // devices)
@@ -546,14 +549,15 @@ class LayoutFigures:
         counts = list(used.values())
         if equal or len(used) == 1:
             return tuple(equal_rows(dict(enumerate(counts)), self.total))
-        mean_samples = -(-self.total // (sum(counts) * passes))  # of a device in a pass, rounded up
+        pass_total = -(-self.total // passes)  # samples of all devices in a pass
+        mean_samples = -(-pass_total // sum(counts))
         lines = [self._pass_line(name, mean_samples, recompute, sharding) for name in used]
-        # Lines of the whole step, by a device's samples in it: the fixed time is spent in each pass.
-        times = [
-            replace(line, launch_s=line.launch_s * passes, memory_limit=passes * limits[name])
-            for line, name in zip(lines, used, strict=True)
-        ]
-        return spread(DeviceCurves.of_types(times), counts, self.total)
+        held = [replace(line, memory_limit=limits[name]) for line, name in zip(lines, used, strict=True)]
+        # A pass takes as long as its largest: so samples are shared out in a pass, and a step has as many in each.
+        rows = spread(DeviceCurves.of_types(held), counts, pass_total)
+        if rows is None:
+            return None
+        return _without_surplus([row._replace(size=row.size * passes) for row in rows], pass_total * passes - self.total)
 
     def _pass_line(self, name: str, size: int, recompute: str, sharding: Sharding) -> StepTime:
         """Return the time of a pass as a linear function of its samples (fixed seconds and seconds per sample).
@@ -919,6 +923,15 @@ class LayoutFigures:
         return HostCopies.around(
             group.fabric.sharded(group.replicas, sharding.shard, group.nodes), sharding, used, kept_share
         )
+
+
+def _without_surplus(rows: Sequence[Row], surplus: int) -> tuple[Row, ...]:
+    """Return the rows with ``surplus`` samples fewer in all, which one of the devices with most samples goes without."""
+    if not surplus:
+        return tuple(rows)
+    largest = max(rows, key=lambda row: row.size)
+    others = [row if row is not largest else row._replace(devices=row.devices - 1) for row in rows]
+    return (*(row for row in others if row.devices), Row(largest.kind, 1, largest.size - surplus))
 
 
 def _checkpointing(recompute: str) -> Literal["none", "selective", "full", "chosen"]:

@@ -20,6 +20,7 @@ from ddltool.analyzers.job.placement.steps import Counts
 from ddltool.analyzers.job.planning.device_search import best_devices
 from ddltool.analyzers.job.planning.layout_figures import (
     GIB,
+    MOST_PASSES,
     SURE,
     WAYS,
     WAYS_ON_HOST,
@@ -135,6 +136,8 @@ class Layouts(LayoutFigures):
         # One node of each type: nothing leaves it.
         node_sizes = [min(self._between(device.name).gpus_per_node, device.count) for device in problem.devices]
         start_counts += [tuple(row) for row in np.diag(node_sizes).tolist()]
+        open_bounds: list[float] = []
+        """Lower bounds on devices of several types whose samples could take more passes than are tried."""
 
         def best_on(counts: Counts, best_value: float) -> tuple[float, list[LayoutCandidate]] | None:
             """Return the best value on ``counts`` devices of each type, and its layouts; None: none is below ``best_value``."""
@@ -150,6 +153,8 @@ class Layouts(LayoutFigures):
                 fits = [candidate for candidate, lacking in zip(fits, missing, strict=True) if not lacking]
             too_large.extend(misfits if counts == all_counts else [])
             fitting.extend(fits)
+            if not equal and np.count_nonzero(counts) > 1 and self.total // sum(counts) > MOST_PASSES:
+                open_bounds.append(bound(counts, counts))
             return (value(_simplest(fits, value).layout) if fits else math.inf), fits
 
         def bound(low: Counts, high: Counts) -> float:
@@ -173,7 +178,8 @@ class Layouts(LayoutFigures):
         pick = self._pick_with_settings(pick, fitting, goal)
         # 3. List the others: all layouts on the same devices, the best of other devices, and what nearly fits.
         same_devices, _ = self._layouts_on(problem, problem.counts(pick.layout.devices), equal, goal)
-        gap = value(pick.layout) / best.bound - 1 if best.bound else math.inf
+        least_bound = min([best.bound, *open_bounds])
+        gap = value(pick.layout) / least_bound - 1 if least_bound else math.inf
         gap = max(0.0, gap, self._recomputation_gap(pick))
         return [pick, *self._others_listed(pick, [*same_devices, *fitting], too_large, value)], gap
 
