@@ -64,9 +64,9 @@ def print_json(document: Any) -> None:
     sys.stdout.write(json.dumps(document, indent=1, allow_nan=False) + "\n")
 
 
-_LONGEST_UNBROKEN_NAME, _LONGEST_HEADING = 48, 13
-"""Most characters of a first column whose cells are kept on one line (longer ones would leave no room for the figures), and
-of a line of a text column's heading."""
+_LONGEST_UNBROKEN_NAME, _LONGEST_HEADING, _LONGEST_FIGURE = 48, 13, 24
+"""Most characters of a first column whose cells are kept on one line (longer ones would leave no room for the figures), of a
+line of a text column's heading, and of a figure: longer cells are words, which are wrapped."""
 
 
 def table(
@@ -96,8 +96,9 @@ def table(
     rows = list(rows)
     is_first_unbroken = max((len(row[0]) for row in rows if row), default=0) <= _LONGEST_UNBROKEN_NAME
     for column_index, column in enumerate(columns):
-        justify: JustifyMethod = "left" if column_index < text_columns else "right"
-        is_unbroken = is_first_unbroken if column_index == 0 else column_index >= text_columns
+        is_text = column_index < text_columns or max((len(row[column_index]) for row in rows), default=0) > _LONGEST_FIGURE
+        justify: JustifyMethod = "left" if is_text else "right"
+        is_unbroken = is_first_unbroken if column_index == 0 else not is_text
         heading = visible(column)
         if column_index < text_columns:
             heading = "\n".join(textwrap.wrap(heading, _LONGEST_HEADING))

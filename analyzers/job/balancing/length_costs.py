@@ -69,8 +69,12 @@ def cost_of_model(
     numerics, lengths = Numerics(precision), lengths_tried(longest)  # type: ignore[arg-type]  # Numerics checks it
     steps = [_sample_and_step_s(work_of(source, numerics, length), model, setting, replicas) for length in lengths]
     added_s, once_s = np.array(steps).T
-    # a difference of two predictions, which may come out below 0
-    return fitted(np.array(lengths, dtype=np.float64), added_s, max(float(np.median(once_s)), 0.0))
+    # A difference of two predictions comes out as 0 where both steps wait for Python, which takes as long for two samples.
+    tells = added_s > 0.0
+    if not tells.any():
+        problem = f"a step of two samples of up to {longest:,} tokens takes no longer on {device} than of one: it waits for Python"
+        raise InputError("--model", problem, "leave it out, and costs grow with the tokens")
+    return fitted(np.array(lengths, dtype=np.float64)[tells], added_s[tells], max(float(np.median(once_s)), 0.0))
 
 
 def fitted(lengths: Floats, added_s: Floats, once_s: float) -> SampleCost:
