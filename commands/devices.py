@@ -8,7 +8,7 @@ from typing import Annotated
 
 from ddltool.commands.options import DEVICES
 from ddltool.commands.output import out, print_json, say, table
-from ddltool.commands.verbs import VerbCall, verb
+from ddltool.commands.verbs import VerbCall, refuse, verb
 from ddltool.device import Device, DeviceTable
 from ddltool.errors import InputError
 from ddltool.graph_results import OperationsResult
@@ -41,6 +41,7 @@ def devices(
         if name is None:
             raise InputError("NAME", "no device is named", "name the one that runs the operations, such as H100")
         return _time_operations(known.gpu(name, "NAME"), product, collective, precision)
+    refuse("a list of devices", ("precision",), instead="give --product, too, or leave it out")
     return known if name is None else DeviceTable(devices=[known.device(name, "NAME")])
 
 

@@ -96,7 +96,9 @@ def table(
     rows = list(rows)
     is_first_unbroken = max((len(row[0]) for row in rows if row), default=0) <= _LONGEST_UNBROKEN_NAME
     for column_index, column in enumerate(columns):
-        is_text = column_index < text_columns or max((len(row[column_index]) for row in rows), default=0) > _LONGEST_FIGURE
+        is_text = (
+            column_index < text_columns or max((len(row[column_index]) for row in rows), default=0) > _LONGEST_FIGURE
+        )
         justify: JustifyMethod = "left" if is_text else "right"
         is_unbroken = is_first_unbroken if column_index == 0 else not is_text
         heading = visible(column)

@@ -266,6 +266,10 @@ def plan(
     strategy = known("strategy", strategy, ("auto", *STRATEGIES))
     read_by_all = BY_ALL | BY_STRATEGY.get(strategy, set())
     demand_part(f"--strategy {strategy}", read_by_all | OF_MODEL)
+    if strategy == "est":
+        refuse(
+            "--strategy est", {"nic", "link"}, instead="leave it out: logical workers are placed by their compute alone"
+        )
     source = None if isinstance(job, Job) or cluster is not None else str(job)  # None: no command line says them
     jobs: list[Job] = []  # with ``devices``: one for each of the named numerics
     remarks: list[str] = []  # on what was taken for granted; told once the job is known to be good

@@ -103,13 +103,18 @@ def find_model(name: str, library: Library = "transformers") -> PublishedModel |
 def configuration_file(name: str) -> tuple[Path, str] | None:
     """Return (path, title) of the ``config.json`` that a name stands for, None for a name that is no file's nor folder's.
 
-    The name is the file's path, or that of the folder in which the library saved a model; the title is the folder's name for
-    a file called config.json, else the file's without its ending.
+    The name is the file's path, or that of the folder in which the library saved a model, unless it is also a published
+    model's. The title is the folder's name for a file called config.json, else the file's without its ending. Raises
+    InputError for a folder without the file whose name is a path.
     """
     path = Path(name)
     if not name.endswith(".json"):
+        if not path.is_dir() or name.lower() in _models_by_lower_name():
+            return None
         path /= "config.json"
         if not path.is_file():
+            if "/" in name:
+                raise InputError(name, "is a folder without a config.json", "give the folder of a saved model")
             return None
     folder = path.absolute().parent.name
     return path, folder if path.stem == "config" and folder else path.stem

@@ -13,7 +13,17 @@ from ddltool.errors import InputError
 
 # Network rates count bits and powers of ten; memory sizes count bytes, with Ki/Mi/Gi as powers of two.
 _PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
-_TIME = {"ns": "1e-9", "us": "1e-6", "µs": "1e-6", "ms": "1e-3", "s": "1", "m": "60", "min": "60", "h": "3600"}
+_TIME = {
+    "ns": "1e-9",
+    "us": "1e-6",
+    "µs": "1e-6",
+    "ms": "1e-3",
+    "s": "1",
+    "m": "60",
+    "min": "60",
+    "h": "3600",
+    "d": "86400",
+}
 # Limits of bytes (per second), of seconds (ten thousand years) and of a latency: sums of such numbers stay finite.
 _FASTEST, _LONGEST_S, _LONGEST_LATENCY_S = 1e18, 3.2e11, 3600.0
 _SHOWN_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
@@ -69,16 +79,16 @@ def parse_share(text: str) -> float:
 
 
 def parse_duration(text: str, where: str) -> float:
-    """Return seconds for text such as ``50us``, ``1.5ms``, ``60s``, ``2h``; a bare number is seconds.
+    """Return seconds for text such as ``50us``, ``1.5ms``, ``60s``, ``2h``, ``3d``; a bare number is seconds.
 
     Raises InputError, named ``where``, for anything else and for more than ten thousand years.
 
     >>> parse_duration("50us", "--repair")
     5e-05
     """
-    match = re.fullmatch(_NUMBER + r"(ns|us|µs|ms|s|min|m|h)?\s*", text)
+    match = re.fullmatch(_NUMBER + r"(ns|us|µs|ms|s|min|m|h|d)?\s*", text)
     if match is None:
-        raise InputError(where, f"{text!r} is not a duration", "write a number with a unit, such as 50us or 1.5ms")
+        raise InputError(where, f"{text!r} is not a duration", "write a number with a unit, such as 50us, 1.5ms or 2h")
     # Decimal, so that 50us is exactly the float 5e-05.
     seconds = float(Decimal(match.group(1)) * Decimal(_TIME[match.group(2) or "s"]))
     if not seconds <= _LONGEST_S:

@@ -17,6 +17,7 @@ from torch import nn
 
 import ddltool as dt
 from ddltool.profiles import read_profile
+from ddltool.units import show_rate
 from tests.conftest import Result
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,7 +120,7 @@ def test_results_show_save_and_are_gated_and_reported(tmp_path: Path) -> None:
     assert frame["device_type"].tolist() == [row.device_type for row in made.assignments]
     html = made._repr_html_()
     assert "<script" not in html
-    assert f"{made.throughput * made.batch_size:,.4g} samples/s" in html
+    assert f"{show_rate(made.throughput * made.batch_size)} samples/s" in html
     assert html.count("data:image/svg+xml") >= 1
     assert made.chart().to_dict()["vconcat"]
     with pytest.raises(dt.InputError, match="is no profile"):

@@ -367,7 +367,7 @@ def test_a_command_of_earlier_versions_says_its_new_name(cli: Cli) -> None:
 OPTIONS = {
     "predict": (
         "accumulation async-tensor-parallel attention bandwidth batch-sizes channels-last checkpointing compile device "
-        "devices-file "
+        "devices-file expert-parallel "
         "gpus-per-node json "
         "keep-files latency limit link local-bandwidth local-latency lora nccl-tests nic optimizer output "
         "pipeline-parallel precision replicas sequence-length sequence-parallel sharding tensor-parallel "

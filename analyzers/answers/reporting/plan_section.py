@@ -52,7 +52,7 @@ from ddltool.plans import (
     Superstep,
 )
 from ddltool.results import JointJob, JointPlan
-from ddltool.units import counted, show_bytes, show_hours, show_money, show_seconds
+from ddltool.units import counted, show_bytes, show_hours, show_money, show_rate, show_seconds
 
 _LANES_DRAWN = 16
 # Times whose ratio is larger than this are drawn on a logarithmic axis.
@@ -73,7 +73,7 @@ def plan_section(plan: Plan, name: str, others: Sequence[Plan] = ()) -> Section:
     details = [
         f"Job {shortened(plan.job, 60)}, strategy {plan.strategy}: {show_seconds(plan.iteration_s)} per step, "
         f"{plan.throughput:.4g} mini-batches/s of {counted(plan.batch_size, 'sample')} "
-        f"on {counted(plan.world_size, 'device')}; {_optimality_words(plan)} (searched for {show_seconds(plan.solve_seconds)}).",
+        f"on {counted(plan.world_size, 'device')}; {_optimality_words(plan)}, searched for {show_seconds(plan.solve_seconds)}.",
         f"Waste: {plan.waste:.4g} mini-batches/s of {plan.waste + plan.throughput:.4g} on the used devices.",
     ]
     lead = list(decision.words) if decision is not None else [_plain_words(plan)]
@@ -132,8 +132,10 @@ def _plain_words(plan: Plan) -> str:
         + (f" with {counted(row.ests_per_device, 'logical worker')} each" if row.ests_per_device else "")
         for row in plan.assignments
     ]
-    rate = f"{plan.throughput * plan.batch_size:,.4g} samples/s"
-    return f"Use {', '.join(parts)}: {show_seconds(plan.iteration_s)} a step, {rate} (predicted); {_optimality_words(plan)}."
+    rate = f"{show_rate(plan.throughput * plan.batch_size)} samples/s"
+    counts = "" if plan.communication_s is not None or plan.world_size == 1 else ", without communication"
+    step = f"{show_seconds(plan.iteration_s)} a step, {rate} (predicted{counts})"
+    return f"Use {', '.join(parts)}: {step}; {_optimality_words(plan)}."
 
 
 def _optimality_words(plan: Plan) -> str:

@@ -20,6 +20,7 @@ from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.analyzers.step.tracing.sources import Source
 from ddltool.arrays import Floats
 from ddltool.device import DEVICES_PER_NODE
+from ddltool.errors import InputError
 from ddltool.shipped import calibration, known_devices
 
 # Lengths to trace, as shares of the longest: three, for the three coefficients of a sample's cost.
@@ -72,7 +73,7 @@ def cost_of_model(
     # A difference of two predictions comes out as 0 where both steps wait for Python, which takes as long for two samples.
     tells = added_s > 0.0
     if not tells.any():
-        problem = f"a step of two samples of up to {longest:,} tokens takes no longer on {device} than of one: it waits for Python"
+        problem = f"steps of one and of two samples of {longest:,} tokens wait for Python on {device}, and take as long"
         raise InputError("--model", problem, "leave it out, and costs grow with the tokens")
     return fitted(np.array(lengths, dtype=np.float64)[tells], added_s[tells], max(float(np.median(once_s)), 0.0))
 

@@ -557,7 +557,9 @@ class LayoutFigures:
         rows = spread(DeviceCurves.of_types(held), counts, pass_total)
         if rows is None:
             return None
-        return _without_surplus([row._replace(size=row.size * passes) for row in rows], pass_total * passes - self.total)
+        return _without_surplus(
+            [row._replace(size=row.size * passes) for row in rows], pass_total * passes - self.total
+        )
 
     def _pass_line(self, name: str, size: int, recompute: str, sharding: Sharding) -> StepTime:
         """Return the time of a pass as a linear function of its samples (fixed seconds and seconds per sample).

@@ -55,7 +55,8 @@ class Sharding:
             is_whole = kind in ("none", "ddp")
             return cls(kind=kind, shard=1 if is_whole else replicas)
         if not shard_text.isdecimal() or int(shard_text) < 1 or replicas % int(shard_text):
-            raise InputError("--sharding", f"{text!r} on {replicas} replicas", "give a SHARD that divides the replicas")
+            problem = f"{text!r} shares among a SHARD that does not divide the replicas"
+            raise InputError("--sharding", problem, "give one of 1 or more that does, such as hsdp:8")
         if kind == "fsdp":
             return cls(kind=kind, shard=replicas, forward_shard=int(shard_text))
         return cls(kind=kind, shard=int(shard_text))

@@ -34,6 +34,15 @@ from ddltool.published_models import check_hub_name, configuration_file, find_mo
 
 # Fields of configurations that hold the number of a layer's experts.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# Fields of configurations that hold numbers of which a model has at least one.
+_COUNTS = {
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "vocab_size",
+}
 _TABLES: Mapping[str, Any] = tomllib.loads(Path(__file__).with_name("transformers.toml").read_text(encoding="utf-8"))
 
 
@@ -112,7 +121,7 @@ def named_config(name: str) -> NamedConfig:
     if model_type not in known_types:
         model_type = model_type.lower()
     if model_type not in known_types:
-        if title == name:
+        if file is None and not fields:
             raise unknown_model(name, known_types)
         remedy = nearest(model_type, known_types, ("bert", "gpt2", "llama", "t5", "vit"))
         raise InputError(source, f"unknown model type {model_type!r}", remedy)
@@ -132,11 +141,19 @@ def named_config(name: str) -> NamedConfig:
 def _read_config(path: Path) -> dict[str, Any]:
     """Return the fields of a model's ``config.json`` that describe the model, ``model_type`` among them.
 
-    Raises InputError for a file without ``model_type``.
+    Raises InputError for a file without ``model_type``, and for counts that no model has.
     """
     document = from_json(read_text(path), str(path))
     if not isinstance(document, dict) or not isinstance(document.get("model_type"), str):
         raise InputError(f"{path}:model_type", "is missing", "give a model's config.json, as transformers writes it")
+    for field in _COUNTS & document.keys():
+        if isinstance(document[field], int) and document[field] < 1:
+            raise InputError(f"{path}:{field}", f"is {document[field]}", "give a number of at least 1")
+    heads, key_heads = document.get("num_attention_heads"), document.get("num_key_value_heads")
+    if isinstance(heads, int) and isinstance(key_heads, int) and heads % key_heads:
+        raise InputError(
+            f"{path}:num_key_value_heads", f"is {key_heads}, which does not divide {heads} heads", "give a divisor"
+        )
     unused_fields = {"auto_map", "quantization_config", "torch_dtype", "dtype", "transformers_version", "_name_or_path"}
     return {key: value for key, value in document.items() if key not in unused_fields}
 

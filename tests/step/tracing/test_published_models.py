@@ -115,5 +115,33 @@ def test_a_folder_stands_for_its_configuration_and_names_the_model(tmp_path: Pat
     assert by_folder.config.hidden_size == 256
     assert named_config(f"{folder}/other.json").title == "other"
     check_hub_name(f"transformers:{folder}")
-    with pytest.raises(InputError, match="unknown model"):  # a folder without the file
+    with pytest.raises(InputError, match="is a folder without a config.json; give the folder of a saved model"):
         check_hub_name(f"transformers:{tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ('"model_type": "llama9"', "config.json: unknown model type 'llama9'"),
+        (
+            '"model_type": "llama", "num_hidden_layers": 0',
+            "config.json:num_hidden_layers: is 0; give a number of at least 1",
+        ),
+        (
+            '"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 3',
+            "config.json:num_key_value_heads: is 3, which does not divide 8 heads; give a divisor",
+        ),
+    ],
+)
+def test_a_configuration_of_no_model_names_the_field(tmp_path: Path, fields: str, line: str) -> None:
+    (tmp_path / "config.json").write_text(f"{{{fields}}}")
+    with pytest.raises(InputError) as caught:
+        named_config(str(tmp_path))
+    assert line in str(caught.value)
+
+
+def test_a_folder_does_not_hide_a_published_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / "config.json").write_text('{"model_type": "gpt2", "n_layer": 3}')
+    monkeypatch.chdir(tmp_path)
+    assert (named_config("gpt2").config.n_layer, named_config("./gpt2").config.n_layer) == (12, 3)
