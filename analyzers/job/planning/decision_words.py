@@ -311,7 +311,9 @@ def _layout_clause(layout: Layout, devices: Mapping[str, int], samples: int) -> 
     sizes = _joined(
         [f"{most}{size} on {_each_of_type(name, devices[name], layout.gpus)}" for name, size in most_samples.items()]
     )
-    return f" with {layout.text}, {sizes}{passes}, {memory} a process"
+    on_host_bytes = sum(kept.memory_bytes for kept in (layout.offload, layout.activations) if kept is not None)
+    of_hosts = f" and {show_bytes(on_host_bytes)} of each host" if on_host_bytes else ""
+    return f" with {layout.text}, {sizes}{passes}, {memory} a process{of_hosts}"
 
 
 def _rate(option: Option, step_items: float) -> str:
@@ -467,7 +469,9 @@ def _exposed_clause(picked: Option, communication_s: float) -> str:
     if share < _NO_COMMUNICATION:
         return f"no communication worth mentioning is exposed{settings} ({source})"
     starved_clause = f" ({share:.0%} of it: larger batches per worker would gain far more)" if share > _STARVED else ""
-    return f"{show_seconds(communication_s)} of each step is exposed communication{starved_clause}{settings} ({source})"
+    # What the GPUs of a group exchange within a pass counts among its compute.
+    where = " between groups" if "parallel" in (picked.order or "") or "pipeline" in (picked.order or "") else ""
+    return f"{show_seconds(communication_s)} of each step is exposed communication{where}{starved_clause}{settings} ({source})"
 
 
 def _certainty(
