@@ -451,7 +451,7 @@ def test_names_of_shardings() -> None:
     assert Sharding.named("fsdp", 16) == Sharding(kind="fsdp", shard=16)
     assert Sharding.named("fsdp:8", 16) == Sharding(kind="fsdp", shard=16, forward_shard=8)
     for text, problem in (
-        *((f"hsdp:{count}", "on 16 replicas") for count in ("3", "0", "x", "-2", "32")),
+        *((f"hsdp:{count}", "does not divide the replicas") for count in ("3", "0", "x", "-2", "32")),
         ("hsdp", "'hsdp' does not say over how many; give hsdp:SHARD"),
         ("zero3", "unknown 'zero3'"),
         ("fsdp-offload", "give fsdp:cpu for what CPUOffloadPolicy does"),
