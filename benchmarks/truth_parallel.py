@@ -518,7 +518,7 @@ def section(data: Path) -> str:
         "- NeMo: tuned recipes, compiled transformers' Llama for their fused kernels, in eight and four bits, which no "
         "constant was fitted to; MXFP8 as FP8, NVFP4 as FP8 with products at the datasheet's rate of four bits; a tensor "
         "group's exchanges are asynchronous, as NVIDIA's recipes have them. Qwen3-30B-A3B is transformers', with "
-        "`--expert-parallel`; its rows are of several releases of NeMo, up to 1.8 times apart where all else is alike.",
+        "`--expert-parallel`; its rows are of several releases of NeMo.",
         asynchronous(),
         "torchtitan measured these ([8B and 70B]"
         "(https://github.com/pytorch/torchtitan/blob/main/benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md), "

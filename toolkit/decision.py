@@ -203,6 +203,11 @@ class Layout(Record):
         return self.tensor_parallel * self.pipeline_parallel
 
     @property
+    def host_bytes(self) -> float:
+        """Bytes of state and activations that the fullest host keeps; 0 for none."""
+        return sum(kept.memory_bytes for kept in (self.offload, self.activations) if kept is not None)
+
+    @property
     def devices_text(self) -> str:
         """The devices in words: "4 V100 + 2 P100"."""
         return " + ".join(f"{count} {name}" for name, count in self.devices.items())

@@ -318,13 +318,12 @@ def step_words(plan: Plan) -> str:
     run = plan.run
     if run is None or run.model is None:
         return ""
-    samples = plan.max_workers * plan.batch_size
     parts: list[str] = [precision_name(run.precision), run.optimizer]
     if run.lora:
         parts.append(f"LoRA of rank {run.lora}")
-    if plan.decision is not None and plan.decision.step_tokens:
-        parts.append(f"{plan.decision.step_tokens / samples:,.0f} tokens a sample")
-    return f" ({', '.join(parts)}, {samples:,} samples a step)"
+    if run.sequence_length:
+        parts.append(f"{run.sequence_length:,} tokens a sample")
+    return f" ({', '.join(parts)}, {plan.max_workers * plan.batch_size:,} samples a step)"
 
 
 def _explorer(plan: Plan, decision: Decision, choices: Sequence[_Choice]) -> list[Explorer]:

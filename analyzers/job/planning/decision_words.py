@@ -311,8 +311,7 @@ def _layout_clause(layout: Layout, devices: Mapping[str, int], samples: int) -> 
     sizes = _joined(
         [f"{most}{size} on {_each_of_type(name, devices[name], layout.gpus)}" for name, size in most_samples.items()]
     )
-    on_host_bytes = sum(kept.memory_bytes for kept in (layout.offload, layout.activations) if kept is not None)
-    of_hosts = f" and {show_bytes(on_host_bytes)} of each host" if on_host_bytes else ""
+    of_hosts = f" and {show_bytes(layout.host_bytes)} of each host" if layout.host_bytes else ""
     return f" with {layout.text}, {sizes}{passes}, {memory} a process{of_hosts}"
 
 
@@ -387,7 +386,8 @@ def _why(decision: Decision, plan: Plan, picked: Option, first: Option, value: V
         return f"{text}; communication is not in these figures (no graph, no fitted model)."
     if sum(picked.devices.values()) == 1:
         return f"{text}."
-    return f"{text}; {_exposed_clause(picked, picked.communication_s)}."
+    in_groups = layout is not None and layout.gpus > 1
+    return f"{text}; {_exposed_clause(picked, picked.communication_s, in_groups)}."
 
 
 def _reason(plan: Plan, picked: Option) -> str:
@@ -451,11 +451,12 @@ def _first_clause(decision: Decision, picked: Option, first: Option, value: Valu
     return f"; {first.strategy} {text}"
 
 
-def _exposed_clause(picked: Option, communication_s: float) -> str:
+def _exposed_clause(picked: Option, communication_s: float, in_groups: bool) -> str:
     """Return the clause on the step's exposed communication, its settings, and the source of the figure.
 
     ``picked.order`` names the settings (sharding, buckets, order of transfers) or says that the figure is fitted or measured.
-    ``communication_s``: seconds of the step that are exposed communication.
+    ``communication_s``: seconds of the step that are exposed communication. ``in_groups``: whether groups of devices hold a
+    replica; what they exchange within a pass counts among its compute.
     """
     source = picked.order if picked.order in (FITTED, MEASURED) else "predicted"
     settings = ""
@@ -469,8 +470,7 @@ def _exposed_clause(picked: Option, communication_s: float) -> str:
     if share < _NO_COMMUNICATION:
         return f"no communication worth mentioning is exposed{settings} ({source})"
     starved_clause = f" ({share:.0%} of it: larger batches per worker would gain far more)" if share > _STARVED else ""
-    # What the GPUs of a group exchange within a pass counts among its compute.
-    where = " between groups" if "parallel" in (picked.order or "") or "pipeline" in (picked.order or "") else ""
+    where = " between groups" if in_groups else ""
     return f"{show_seconds(communication_s)} of each step is exposed communication{where}{starved_clause}{settings} ({source})"
 
 

@@ -275,9 +275,8 @@ class Layouts(LayoutFigures):
 
     def usual_hosts_hold(self, layout: Layout) -> bool:
         """Return whether hosts have memory for what a layout keeps there, activations or state, by what hosts have a device."""
-        kept_bytes = [kept.memory_bytes for kept in (layout.activations, layout.offload) if kept is not None]
         most_on_host = min(min(count, self.kinds[name].fabric.gpus_per_node) for name, count in layout.devices.items())
-        return sum(kept_bytes) <= most_on_host * _HOST_BYTES
+        return layout.host_bytes <= most_on_host * _HOST_BYTES
 
     def _shares_host_link(self, layout: Layout) -> bool:
         """Return whether a device's exchanges with others take the link to its host, too, for which nothing is counted."""

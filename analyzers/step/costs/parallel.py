@@ -177,9 +177,10 @@ class ParallelCurve(WorkCurve):
         stages = self._stages_at(batch_size)
         group = setting.fabric.over(self.layout.tensor)
         exchanged_bytes = np.array(stages.rank.exchanged_bytes(batch_size))
-        seconds = group.all_reduce_s(exchanged_bytes) if len(exchanged_bytes) else exchanged_bytes
-        if self.layout.expert > 1:
+        if any(exchange.of_experts for exchange in stages.rank.exchanges):
             seconds = all_to_all_s(setting.fabric, self.layout.expert, exchanged_bytes)
+        else:
+            seconds = group.all_reduce_s(exchanged_bytes) if len(exchanged_bytes) else exchanged_bytes
         # a reduce-scatter and an all-gather, unless every rank needs the whole sum
         is_divided = np.array(
             [self.layout.sequence and not exchange.whole for exchange in stages.rank.exchanges], dtype=bool
