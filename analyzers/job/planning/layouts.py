@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 
 import numpy as np
 
@@ -316,23 +317,35 @@ class Layouts(LayoutFigures):
         """Return the layouts on exactly ``counts`` devices: (those that fit, those too large for memory).
 
         ``equal``: every device takes as many samples; ``limit``: layouts of a higher value of the goal are left out. Under a
-        finite limit recomputation grows only until a layout fits in one pass, because more of it takes longer.
+        finite limit recomputation grows only until a layout fits in one pass, because more of it takes longer; for the least
+        memory it grows on.
         """
         value = self.value(goal)
         # the value of the objective "fastest" is the seconds of a step, which can be bounded before a layout is costed
         limit_s = limit if goal.objective == "fastest" else math.inf
         devices = problem.named(counts)
         fits, too_large = list[LayoutCandidate](), list[LayoutCandidate]()
+        # The fastest step has the fewest passes. The least memory is that of one pass, or, where that holds more than the sum
+        # of gradients that is kept between passes, that of the most.
+        by_memory = goal.objective == "least-memory"
+        fewest_passes = {1, max(1, self.total // sum(counts))} if by_memory else {1}
         for sharding in self._shardings(counts, problem):
             if self._exceeds(devices, sharding, goal, limit):
                 continue
-            for recompute in self._recomputations():
+            for recompute, least_passes in product(self._recomputations(), sorted(fewest_passes)):
                 candidate = self._fastest_batching(
-                    devices, sharding, recompute, equal, lambda layout: value(layout) <= limit, limit_s=limit_s
+                    devices,
+                    sharding,
+                    recompute,
+                    equal,
+                    lambda layout: value(layout) <= limit,
+                    least_passes=least_passes,
+                    limit_s=limit_s,
                 )
                 if candidate is not None:
                     (too_large if candidate.layout.missing_bytes else fits).append(candidate)
-                    if limit < math.inf and candidate.layout.passes == 1 and not candidate.layout.missing_bytes:
+                    is_in_one_pass = candidate.layout.passes == 1 and not candidate.layout.missing_bytes
+                    if limit < math.inf and is_in_one_pass and not by_memory:
                         break
         return fits, too_large
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 from typing import cast
@@ -239,7 +239,7 @@ class TensorLifetimes:
     def recompute_s(self, recomputation: Recomputation, seconds: Floats) -> Floats:
         """Return (blocks,) the seconds in which each block is computed again, 0 for a block that is not.
 
-        ``seconds`` (nodes,): the time of each place, see :meth:`seconds`.
+        ``seconds`` (nodes,): the time of each place, see :meth:`seconds`; or what else adds up over places.
         """
         recomputed_s = np.zeros(len(self.blocks))
         for index in np.flatnonzero(recomputation.length).tolist():
@@ -273,7 +273,8 @@ class TensorLifetimes:
         """Return the graph of a step with the time of recomputation, and of waits for the host, added to some of its ops.
 
         A block is computed again before the first op of its backward pass, which gets that time. Waits for copies to and from
-        the host are added to the ops that they hold up.
+        the host are added to the ops that they hold up. The host issues the ops of recomputation as well: ``issued_s`` of
+        ``meta`` grows by their share of all ops.
 
         Args:
             saving: what blocks save, or by checkpointed block the products that it saves on the device.
@@ -299,7 +300,11 @@ class TensorLifetimes:
         for block, forward_wait_s, added_s in zip(self.blocks, after_s.tolist(), backward_s.tolist(), strict=True):
             durations[op_from(block.last + 1)] += forward_wait_s
             durations[op_from(block.begins)] += added_s
-        return timed.with_durations(durations, timed.estimate)
+        is_op = np.bincount(places[places >= 0], minlength=self.nodes) > 0
+        reissued_ops = self.recompute_s(recomputation, is_op.astype(float)).sum()
+        issued_s = float(timed.meta.get("issued_s") or 0.0) * float(1.0 + reissued_ops / max(is_op.sum(), 1))
+        lengthened = replace(timed, meta={**timed.meta, "issued_s": issued_s})
+        return lengthened.with_durations(durations, timed.estimate)
 
     def clock(self, recomputation: Recomputation, timed: Graph, copies: Copies | None = None) -> Floats:
         """Return (places,) when each place of the program with recomputation ends, in seconds from the step's start.

@@ -23,7 +23,7 @@ from ddltool.analyzers.step.costs.setting import Placement, Setting
 from ddltool.analyzers.step.costs.sharding import Sharding
 from ddltool.analyzers.step.costs.work import WorkCurve, measure_work
 from ddltool.analyzers.step.tracing.step import TrainingStep
-from ddltool.decision import NothingFits
+from ddltool.decision import LEAST_GAIN, NothingFits
 from ddltool.errors import Infeasible
 from ddltool.links import parse_link, parse_nic
 from ddltool.shipped import calibration, devices
@@ -171,6 +171,21 @@ def test_objectives_are_ranked_by_what_they_name() -> None:
     assert (fast.step_s or 0) <= (cheap.step_s or 0) * 1.03
     assert (cheap.price_per_sample or 0) <= (fast.price_per_sample or 0) * 1.03
     assert max(small.memory_bytes.values()) <= max(fast.memory_bytes.values())
+
+
+def test_no_layout_in_any_number_of_passes_takes_less_memory() -> None:
+    made, asked = layouts(16, A100=1e4), problem(16, A100=4)
+    small = made.search(asked, Goal(objective="least-memory", step_samples=16))[0][0].layout
+    others = [
+        made._fastest_batching(asked.named((devices,)), sharding, recompute, True, least_passes=passes)
+        for devices in range(1, 5)
+        for sharding in made._shardings((devices,), asked)
+        for recompute in made._recomputations()
+        for passes in range(1, 16 // devices + 1)
+    ]
+    least = min(max(each.layout.memory_bytes.values()) for each in others if each is not None)
+    assert max(small.memory_bytes.values()) <= least * (1 + LEAST_GAIN)
+    assert small.passes > 1
 
 
 def test_constraints_are_kept() -> None:
