@@ -443,18 +443,21 @@ class Candidates:
             raise errors[0]
         return problem if len(kept) == len(problem.devices) else replace(problem, devices=tuple(kept))
 
-    def usual(self, problem: Problem) -> dict[str, Option]:
+    def usual(self, problem: Problem, used: Mapping[str, int]) -> dict[str, Option]:
         """Return the baselines, which one would run without a plan: name -> figures.
 
-        They are equal splits with default communication settings, over all devices and over all devices of each type. A model
-        with known memory is sharded and checkpointed only as far as memory demands; baselines that do not fit are left out.
+        They are equal splits with default communication settings, over all devices, over all devices of each type, and over
+        those that the plan to compare uses (``used``: type name -> count). A model with known memory is sharded and
+        checkpointed only as far as memory demands; baselines that do not fit are left out.
         """
         baselines: dict[str, Option] = {}
-        for subproblem in (problem, *each_type(problem)):
+        offered = problem.named([device.count for device in problem.devices])
+        same_devices = on_counts(problem, problem.counts(used))
+        for subproblem in (problem, *each_type(problem), same_devices):
             with suppress(Infeasible):
                 option = self._baseline(subproblem)
                 mix_name = " + ".join(f"{count} {name}" for name, count in option.devices.items())
-                if len(problem.devices) > 1 and len(option.devices) == len(problem.devices):
+                if len(problem.devices) > 1 and option.devices == offered:
                     mix_name = f"all {sum(option.devices.values())}"
                 how = option.order if self.model.layouts is not None and option.order else "equal batches"
                 baselines.setdefault(f"{mix_name} with {how}", option)

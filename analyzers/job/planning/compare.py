@@ -128,7 +128,7 @@ def _compared(
     candidates, model = choice.candidates, choice.candidates.model
     best_per_variant = _best_per_variant(ranked, picked)
     others = [other for other in best_per_variant if other is not picked]
-    baselines = candidates.usual(problem) or {"the plan itself": picked.option}
+    baselines = candidates.usual(problem, picked.option.devices) or {"the plan itself": picked.option}
     baseline_name = max(baselines, key=lambda key: choice.value(baselines[key]))
     state_shards = 1 if picked.plan.sharding is None else picked.plan.sharding.shard
     pareto = _pareto([other.option for other in (*ranked, *([cheapest] if cheapest else []))], candidates, problem)

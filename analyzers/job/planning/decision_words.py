@@ -92,7 +92,7 @@ def explained(
         saving = "" if saved_as else " (-o plan.json saves the plan)"
         next_step = f"Next: ddltool emit {saved_as or 'plan.json'} writes what the training script follows{saving}."
     sentences = [
-        _recommendation(decision, plan, picked, problem, value, gain),
+        _recommendation(decision, plan, picked, problem, value, gain, knowledge),
         _why(decision, plan, picked, first, value, compiles=job.compile) + _lacking(knowledge, job),
         certainty,
         next_step,
@@ -215,7 +215,9 @@ def why_not(option: Option, picked: Option, value: Value, tie: bool) -> str:
     return f"{-lead:.0%} behind" if lead < 0 else f"{lead:.0%} ahead"
 
 
-def _recommendation(decision: Decision, plan: Plan, picked: Option, problem: Problem, value: Value, gain: float) -> str:
+def _recommendation(
+    decision: Decision, plan: Plan, picked: Option, problem: Problem, value: Value, gain: float, knowledge: JobModel
+) -> str:
     """Return the decision's first sentences: the devices to use, the work of each, the rate, the gain, and the whole run.
 
     ``gain``: value of the picked option over the baseline's, minus 1.
@@ -225,7 +227,7 @@ def _recommendation(decision: Decision, plan: Plan, picked: Option, problem: Pro
         [_counted_type(count, name, offered.get(name, count)) for name, count in picked.devices.items()]
     )
     unused = [f"the {_type_name(name, count)}" for name, count in offered.items() if name not in picked.devices]
-    work = _work_per_device(decision, plan, picked)
+    work = _work_per_device(decision, plan, picked, knowledge)
     unused_clause = ""
     if unused:
         comma = "," if work else ""
@@ -269,14 +271,15 @@ def _each_of_type(name: str, count: int, together: int = 1) -> str:
     return f"each {name}" if count > 1 else f"the {name}"
 
 
-def _work_per_device(decision: Decision, plan: Plan, picked: Option) -> str:
+def _work_per_device(decision: Decision, plan: Plan, picked: Option, knowledge: JobModel) -> str:
     """Return the clause on each device's work: layout, logical workers, barriers, or samples.
 
     A layout is how the model is sharded and whether it recomputes; it is named where one was chosen. Empty for samples on more
     than three device types, which would be too long.
     """
     if decision.layouts and decision.layouts[0].text == picked.order:
-        return _layout_clause(decision.layouts[0], picked.devices, plan.max_workers * plan.batch_size)
+        layout = decision.layouts[0]
+        return _layout_clause(layout, picked.devices, plan.max_workers * plan.batch_size, _memory_text(layout, knowledge))
     if plan.est_count:
         return f" with {plan.est_count} logical workers"
     if plan.superstep is not None:
@@ -294,14 +297,22 @@ def _work_per_device(decision: Decision, plan: Plan, picked: Option) -> str:
     return f", {_joined(parts)}"
 
 
-def _layout_clause(layout: Layout, devices: Mapping[str, int], samples: int) -> str:
+def _memory_text(layout: Layout, knowledge: JobModel) -> str:
+    """Return the memory of a process on the fullest device, with what that device has, such as ``34.2 of 40 GiB``."""
+    assert knowledge.layouts is not None, "a layout was chosen without what layouts are made of"
+    device_gib = {name: knowledge.layouts.kinds[name].model.device.memory_gib for name in layout.memory_bytes}
+    fullest = max(device_gib, key=lambda name: layout.memory_bytes[name] / device_gib[name])
+    return f"{show_bytes(layout.memory_bytes[fullest]).removesuffix(' GiB')} of {device_gib[fullest]:.3g} GiB"
+
+
+def _layout_clause(layout: Layout, devices: Mapping[str, int], samples: int, memory: str) -> str:
     """Return the clause on a layout: how it shards and recomputes, the samples of each device, passes and memory.
 
     ``devices``: number of used devices by type; ``samples``: those of a whole step, which may not divide evenly, so that some
-    devices take one less. A layout on single devices that neither shards nor recomputes is not named.
+    devices take one less; ``memory``: of a process, as text. A layout on single devices that neither shards nor recomputes is
+    not named.
     """
     passes = f" in {layout.passes} passes" if layout.passes > 1 else ""
-    memory = show_bytes(max(layout.memory_bytes.values()))
     if layout.sharding == "none" and layout.checkpointing == "none" and layout.gpus == 1:
         size = counted(next(iter(layout.local_batch_sizes.values())), "sample")
         return f", {size} a step{passes}, {memory}"
@@ -348,8 +359,25 @@ def _gain(decision: Decision, picked: Option, value: Value, gain: float) -> str:
     layout = decision.layouts[0] if decision.layouts else None
     if layout is not None and (layout.offload or layout.activations):  # its baseline keeps as much on the hosts
         return "the best with memory of the hosts"
-    is_usual = picked.devices == decision.baseline.devices and picked.order == decision.baseline.order
-    return "what one would do anyway" if is_usual else f"as good as {decision.baseline_name}"
+    if picked.devices != decision.baseline.devices or picked.order != decision.baseline.order:
+        return f"as good as {decision.baseline_name}"
+    if (on_all := _baseline_on_more(decision, picked)) is None:
+        return "what one would do anyway"
+    name, option = on_all
+    gain_on_fewer = value(picked) / value(option) - 1 if value(option) else 0.0
+    usual = f"what one would do anyway on {sum(picked.devices.values())}"
+    return usual if abs(gain_on_fewer) < LEAST_GAIN else f"{usual}, {_ahead(gain_on_fewer, decision.objective)}{name}"
+
+
+def _baseline_on_more(decision: Decision, picked: Option) -> tuple[str, Option] | None:
+    """Return (name, figures) of the baseline on the most devices, among them all of the picked ones; None: there is none."""
+    wider = [
+        (name, option)
+        for name, option in decision.baselines.items()
+        if picked.devices != option.devices
+        and all(count <= option.devices.get(device_type, 0) for device_type, count in picked.devices.items())
+    ]
+    return max(wider, key=lambda pair: sum(pair[1].devices.values()), default=None)
 
 
 def _ahead(gain: float, objective: str) -> str:
@@ -422,12 +450,13 @@ def _all_devices_clause(decision: Decision, picked: Option) -> str:
 
     Empty where neither was compared.
     """
-    on_all = next((option for name, option in decision.baselines.items() if name.startswith("all ")), None)
-    if on_all is not None and on_all.devices != picked.devices and on_all.iteration_s > picked.iteration_s:
+    found = _baseline_on_more(decision, picked)
+    on_all = None if found is None else found[1]
+    if on_all is not None and on_all.iteration_s > picked.iteration_s:
         parts = f"{show_seconds(on_all.compute_s)} until the slowest has computed its share"
         if on_all.communication_s is not None:
             parts += f", then {show_seconds(on_all.communication_s)} of communication"
-        everyone = f"on all {sum(on_all.devices.values())} with equal shares"
+        everyone = f"on {sum(on_all.devices.values())} with equal shares"
         return f"; {everyone} a step takes {show_seconds(on_all.iteration_s)}: {parts}"
     wider = [layout for layout in decision.layouts if set(layout.devices) > set(picked.devices) and layout.step_s]
     if on_all is None and wider:
