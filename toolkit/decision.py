@@ -168,6 +168,9 @@ class Layout(Record):
         default=0.0, description="what the device with too little memory lacks; 0: it fits"
     )
     price_per_sample: NonNegative | None = None
+    mfu: NonNegative | None = Field(
+        default=None, description="share of the step that products would take at the devices' dense peaks"
+    )
     host_bound: bool = Field(default=False, description="the host that starts kernels decides the step")
     host_wait_s: Seconds = Field(
         default=0.0, description="seconds of a step in which the slowest device waits for its host"

@@ -558,7 +558,8 @@ class Candidates:
         }
         option = candidate.option.model_copy(update={**interval, **figures})
         price = None if layout.price_per_sample is None else layout.price_per_sample * settled_ratio
-        settled = {"step_s": option.iteration_s, "price_per_sample": price, **interval}
+        mfu = layouts.mfu(laid_out, option.iteration_s)
+        settled = {"step_s": option.iteration_s, "price_per_sample": price, "mfu": mfu, **interval}
         return replace(
             candidate,
             option=option,

@@ -235,7 +235,10 @@ def _recommendation(
     step_items = decision.step_tokens or picked.step_samples or problem.max_workers * problem.batch_size
     rate = _rate(picked, step_items)
     unit = "tokens" if decision.step_tokens else "samples"
-    return f"Use {used_text}{work}{unused_clause}: {rate} {unit}/s, {_gain(decision, picked, value, gain)}.{_run(decision.run)}"
+    mfu = decision.layouts[0].mfu if decision.layouts else None
+    of_peak = "" if mfu is None else f" (MFU {mfu:.0%})"
+    text = f"Use {used_text}{work}{unused_clause}: {rate} {unit}/s{of_peak}, {_gain(decision, picked, value, gain)}."
+    return text + _run(decision.run)
 
 
 def _joined(parts: list[str]) -> str:
@@ -279,7 +282,9 @@ def _work_per_device(decision: Decision, plan: Plan, picked: Option, knowledge: 
     """
     if decision.layouts and decision.layouts[0].text == picked.order:
         layout = decision.layouts[0]
-        return _layout_clause(layout, picked.devices, plan.max_workers * plan.batch_size, _memory_text(layout, knowledge))
+        return _layout_clause(
+            layout, picked.devices, plan.max_workers * plan.batch_size, _memory_text(layout, knowledge)
+        )
     if plan.est_count:
         return f" with {plan.est_count} logical workers"
     if plan.superstep is not None:

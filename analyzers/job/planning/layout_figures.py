@@ -34,7 +34,7 @@ from ddltool.analyzers.step.costs.memory import PARAMETER, Recomputation
 from ddltool.analyzers.step.costs.model import CostModel
 from ddltool.analyzers.step.costs.offloading import HostCopies, host_link_bytes_per_s
 from ddltool.analyzers.step.costs.parallel import ParallelCurve, between_replicas
-from ddltool.analyzers.step.costs.predict import lacking_bytes
+from ddltool.analyzers.step.costs.predict import lacking_bytes, products_s
 from ddltool.analyzers.step.costs.saving import ON_HOST, Checkpointing, Saving, split_way
 from ddltool.analyzers.step.costs.setting import ParallelDegrees, Placement, Setting
 from ddltool.analyzers.step.costs.sharding import Kind, Sharding
@@ -423,6 +423,20 @@ class LayoutFigures:
         if not candidate.sharding.reshards:
             chosen = plans.default.model_copy(update={"reshard_after_forward": False})
         return None, prefetch_setting(plans, chosen)
+
+    def mfu(self, candidate: LayoutCandidate, step_s: float) -> float:
+        """Return the share of a step of ``step_s`` seconds that its products would take at the devices' dense peaks.
+
+        Recomputed products do not count. Devices of a type are taken to have as many samples as the one with the most.
+        """
+        layout = candidate.layout
+        products_of_all_s = 0.0  # summed over the devices, or over the groups of devices that hold a replica each
+        for name, count in layout.devices.items():
+            size = -(-layout.local_batch_sizes[name] // layout.passes)
+            graph = self._timed_pass(name, size, "none", candidate.sharding).graph
+            products_of_all_s += count * products_s(graph, self.kinds[name].model.device)
+        all_s = sum(layout.devices.values()) * layout.pipeline_parallel * step_s
+        return layout.passes * products_of_all_s / all_s
 
     def _sample_s(self, name: str, size: int) -> float:
         """Return a lower bound of the seconds that a sample takes on a device type in passes of about ``size`` samples.

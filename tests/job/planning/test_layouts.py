@@ -95,6 +95,7 @@ def test_the_figures_are_those_of_predict() -> None:
         assert layout.step_s == pytest.approx(row.step_time_s)
         assert (layout.low_s, layout.high_s) == pytest.approx((row.predicted_low_s, row.predicted_high_s))
         assert layout.memory_bytes["A100"] == pytest.approx(row.peak_memory_bytes, abs=1)
+        assert made.mfu(it, layout.step_s or 0.0) == pytest.approx(row.mfu)
 
 
 def test_passes_are_as_few_as_the_memory_allows() -> None:
