@@ -24,7 +24,7 @@ _STEP = 2 * 2**20  # kRoundLarge: the size of such a segment is a multiple
 
 
 @dataclass(slots=True, eq=False)
-class _Block:
+class Block:
     """A part of a segment; ``before`` and ``after`` are its neighbours there, None at the segment's ends."""
 
     address: int
@@ -33,8 +33,8 @@ class _Block:
     small: bool
     """Whether it lies in a small segment."""
     free: bool = True
-    before: _Block | None = None
-    after: _Block | None = None
+    before: Block | None = None
+    after: Block | None = None
 
 
 @dataclass(slots=True)
@@ -49,13 +49,11 @@ class CachingAllocator:
     """The most bytes that were ever reserved."""
     _next_address: int = 0
     """Where the next segment begins; addresses are counted up, never used again."""
-    _free_blocks: dict[bool, list[tuple[int, int]]] = field(default_factory=lambda: {True: [], False: []})
-    """(size, address) of the free blocks, smallest first; True: those of small segments, False: of the others."""
-    _block_at: dict[int, _Block] = field(default_factory=dict)
-    """All blocks, free or in use, by their addresses."""
+    _free_blocks: dict[bool, list[tuple[int, int, Block]]] = field(default_factory=lambda: {True: [], False: []})
+    """(size, address, block) of the free blocks, smallest first; True: those of small segments, False: of the others."""
 
-    def take(self, size_bytes: float) -> int:
-        """Allocate a block for a tensor of ``size_bytes`` and return its address, by which :meth:`give_back` frees it.
+    def take(self, size_bytes: float) -> Block:
+        """Allocate a block for a tensor of ``size_bytes`` and return it; :meth:`give_back` frees it.
 
         The smallest free block that is large enough is taken, or else a new segment is reserved; if enough of it is left
         over, the rest becomes a free block. Raises MemoryError if the limit allows no new segment. O(free blocks).
@@ -63,32 +61,30 @@ class CachingAllocator:
         size = max(-(-int(size_bytes) // _ROUND), 1) * _ROUND
         is_small = size <= _SMALL
         free_blocks = self._free_blocks[is_small]
-        index = bisect_left(free_blocks, (size, 0))  # of equally large blocks, the one at the lowest address
+        index = bisect_left(free_blocks, (size, -1))  # of equally large blocks, the one at the lowest address
         if index < len(free_blocks):
-            _, address = free_blocks.pop(index)
-            block = self._block_at[address]
+            _, _, block = free_blocks.pop(index)
         else:
             block = self._reserve_segment(size, is_small)
         block.free = False
         rest_bytes = block.size - size
         is_split = rest_bytes >= _ROUND if is_small else rest_bytes > _SMALL
         if is_split:
-            rest_block = _Block(block.address + size, rest_bytes, is_small, before=block, after=block.after)
+            rest_block = Block(block.address + size, rest_bytes, is_small, before=block, after=block.after)
             if block.after is not None:
                 block.after.before = rest_block
             block.after = rest_block
             block.size = size
             self._add_free_block(rest_block)
-        return block.address
+        return block
 
-    def give_back(self, address: int) -> None:
-        """Free the block at an address that :meth:`take` returned, and join it with free neighbours in its segment."""
-        block = self._block_at[address]
+    def give_back(self, block: Block) -> None:
+        """Free a block that :meth:`take` returned, and join it with free neighbours in its segment."""
         # Out of the list before the join, because it is sorted by size and joining changes the size.
         for neighbour in (block.before, block.after):
             if neighbour is not None and neighbour.free:
                 free_blocks = self._free_blocks[neighbour.small]
-                free_blocks.pop(bisect_left(free_blocks, (neighbour.size, neighbour.address)))
+                free_blocks.pop(bisect_left(free_blocks, (neighbour.size, neighbour.address, neighbour)))
         if block.after is not None and block.after.free:
             self._merge_blocks(block, block.after)
         if block.before is not None and block.before.free:
@@ -97,7 +93,7 @@ class CachingAllocator:
             self._merge_blocks(block, block.after)
         self._add_free_block(block)
 
-    def _reserve_segment(self, size: int, small: bool) -> _Block:
+    def _reserve_segment(self, size: int, small: bool) -> Block:
         """Reserve a segment for a block of ``size`` bytes; return it as one block that is not in the list of free blocks.
 
         If it would exceed the limit, segments that are free as a whole are given up first. ``small``: whether the segment is
@@ -113,8 +109,7 @@ class CachingAllocator:
             self._give_up_segments()
             if self.reserved_bytes + segment_bytes > self.limit_bytes:
                 raise MemoryError(f"{size} bytes")
-        block = _Block(self._next_address, segment_bytes, small)
-        self._block_at[block.address] = block
+        block = Block(self._next_address, segment_bytes, small)
         self._next_address += segment_bytes
         self.reserved_bytes += segment_bytes
         self.most_bytes = max(self.most_bytes, self.reserved_bytes)
@@ -123,26 +118,22 @@ class CachingAllocator:
     def _give_up_segments(self) -> None:
         """Return all segments without a block in use to the device."""
         for free_blocks in self._free_blocks.values():
-            for size, address in list(free_blocks):  # a copy, because entries are removed
-                block = self._block_at[address]
-                if block.before is None and block.after is None:  # a free block without neighbours is a whole segment
-                    free_blocks.remove((size, address))
-                    del self._block_at[address]
-                    self.reserved_bytes -= size
+            whole = [entry for entry in free_blocks if entry[2].before is None and entry[2].after is None]
+            for entry in whole:  # a free block without neighbours is a whole segment
+                free_blocks.remove(entry)
+                self.reserved_bytes -= entry[0]
 
-    def _add_free_block(self, block: _Block) -> None:
+    def _add_free_block(self, block: Block) -> None:
         """Mark a block as free and enter it, by its size, into the list of free blocks."""
         block.free = True
-        self._block_at[block.address] = block
-        insort(self._free_blocks[block.small], (block.size, block.address))
+        insort(self._free_blocks[block.small], (block.size, block.address, block))
 
-    def _merge_blocks(self, block: _Block, next_block: _Block) -> None:
+    def _merge_blocks(self, block: Block, next_block: Block) -> None:
         """Extend ``block`` over its neighbour ``next_block``, which no longer exists afterwards."""
         block.size += next_block.size
         block.after = next_block.after
         if next_block.after is not None:
             next_block.after.before = block
-        del self._block_at[next_block.address]
 
 
 def reserved_bytes(
@@ -168,16 +159,16 @@ def reserved_bytes(
     makes = [(start, 1, tensor_index) for tensor_index, (start, _, _) in enumerate(spans)]
     events = sorted(frees + makes)  # by place, and at one place frees (0) before makes (1)
     allocator = CachingAllocator(limit_bytes)
-    addresses: dict[int, int] = {}  # by index of a tensor, where it lies
+    block_of: dict[int, Block] = {}  # by index of a tensor that is there
 
     def play_step() -> None:
         """Allocate and free the tensors of one step in the order of the program."""
         for _, is_make, tensor_index in events:
             if is_make:
                 _, _, size_bytes = spans[tensor_index]
-                addresses[tensor_index] = allocator.take(size_bytes)
+                block_of[tensor_index] = allocator.take(size_bytes)
             else:
-                allocator.give_back(addresses.pop(tensor_index))
+                allocator.give_back(block_of.pop(tensor_index))
 
     try:
         for size_bytes in lasting:

@@ -153,12 +153,12 @@ def test_segments_are_torchs() -> None:
     assert allocator.reserved_bytes == 24 * MIB
     allocator.take(11 * MIB - 1)
     assert allocator.reserved_bytes == 36 * MIB
-    for address in (first, second):
-        allocator.give_back(address)
+    for block in (first, second):
+        allocator.give_back(block)
     allocator.take(20 * MIB)
     assert allocator.reserved_bytes == 36 * MIB  # the joined segment of 20 MiB is taken whole
-    for address in small:
-        allocator.give_back(address)
+    for block in small:
+        allocator.give_back(block)
     allocator.take(MIB)
     assert allocator.reserved_bytes == 36 * MIB
 
