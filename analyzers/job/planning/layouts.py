@@ -19,16 +19,14 @@ import numpy as np
 from ddltool.analyzers.job.placement.problem import Problem
 from ddltool.analyzers.job.placement.steps import Counts
 from ddltool.analyzers.job.planning.device_search import best_devices
+from ddltool.analyzers.job.planning.layout_batches import MOST_PASSES, SURE, LayoutBatches
 from ddltool.analyzers.job.planning.layout_figures import (
     GIB,
-    MOST_PASSES,
-    SURE,
     WAYS,
     WAYS_ON_HOST,
     WHOLE,
     DeviceKind,
     LayoutCandidate,
-    LayoutFigures,
     gib,
 )
 from ddltool.analyzers.job.planning.options import Goal
@@ -65,7 +63,7 @@ _HOST_BYTES = 240e9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layouts(LayoutFigures):
+class Layouts(LayoutBatches):
     """Searches the layouts of one job for the best one."""
 
     def in_groups(self, degrees: ParallelDegrees) -> Layouts | None:

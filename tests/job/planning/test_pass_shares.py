@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddltool.analyzers.job.goodput.throughput import StepTime
-from ddltool.analyzers.job.planning.layout_figures import LayoutFigures
+from ddltool.analyzers.job.planning.layout_batches import LayoutBatches
 from ddltool.analyzers.step.costs.sharding import Sharding
 
 TIMES = st.builds(
@@ -26,7 +26,7 @@ def test_a_pass_is_as_short_as_any_split_makes_it(types: list[Any], total: int, 
     names = [f"t{index}" for index in range(len(types))]
     times, counts, limits = (dict(zip(names, column, strict=True)) for column in zip(*types, strict=True))
     figures: Any = SimpleNamespace(total=total, _pass_line=lambda name, *_: times[name])
-    rows = LayoutFigures._shares(figures, counts, limits, Sharding(kind="fsdp"), "none", passes, False)
+    rows = LayoutBatches._shares(figures, counts, limits, Sharding(kind="fsdp"), "none", passes, False)
     pass_total = math.ceil(total / passes)
     # By type, the largest share of a device in a pass; each smaller one is possible, too.
     possible = [
