@@ -336,7 +336,7 @@ def build(trace: Trace) -> TrainingStep:
 
 # Traces -----------------------------------------------------------------------------------------------------------------
 
-_COLUMNS = ("kind", "direction", "flops", "moved_bytes", "gemm", "width", "is_channels_last")
+_COLUMNS = ("kind", "direction", "flops", "moved_bytes", "gemm", "width", "is_channels_last", "pitched")
 
 
 def _table(graph: Graph) -> tuple[np.ndarray, list[str], list[float]]:
@@ -356,8 +356,8 @@ def _work(table: np.ndarray, names: list[str], summary: np.ndarray) -> Work:
     kernels = Kernels(
         op=np.arange(len(table)), kind=columns[1].astype(np.int8), direction=columns[2].astype(np.int8),
         flops=columns[3], moved_bytes=columns[4], gemm=table[:, 5:9], width=columns[9],
-        is_channels_last=columns[10].astype(bool),
-        dtype=tuple(names[int(place)] for place in columns[11]), ops=len(table),
+        is_channels_last=columns[10].astype(bool), pitched=table[:, 11:14].astype(bool),
+        dtype=tuple(names[int(place)] for place in columns[14]), ops=len(table),
     )  # fmt: skip
     ops, views, parameter_bytes, tensors = summary.tolist()
     return Work(

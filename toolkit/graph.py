@@ -32,7 +32,7 @@ Mode = Literal["training", "inference"]
 KINDS: tuple[OpKind, ...] = ("recv", "compute", "send")
 Gemm = tuple[float, float, float, float]
 """The shape of a matrix product: (count, m, n, k) for ``count`` products of an (m, k) and a (k, n) matrix."""
-Layout = Literal["", "channels_first", "channels_last"]
+Layout = Literal["", "channels_first", "channels_last", "left_transposed", "both_transposed"]
 NO_GEMM: Gemm = (0.0, 0.0, 0.0, 0.0)
 RECV, COMPUTE, SEND = range(3)
 # Names that are both arrays of a graph and fields of its ops.
@@ -67,7 +67,10 @@ class Op:
     dtype: Annotated[Text, Field(description="torch's name of the type that it works in; empty: meta.dtype")] = ""
     layout: Annotated[
         Layout,
-        Field(description="where the channels of its images or volumes lie in memory; empty: meta.channels_last"),
+        Field(
+            description="how its tensors lie in memory: where the channels of its images or volumes are (empty: "
+            "meta.channels_last); which of a product's factors have contiguous columns in place of rows (empty: not the left)"
+        ),
     ] = ""
     gemm: Annotated[
         tuple[NonNegative, NonNegative, NonNegative, NonNegative],

@@ -453,14 +453,16 @@ def _is_channels_last(ops: list[Op]) -> bool:
 
 
 def _layout_of(call: RecordedCall) -> Layout:
-    """Return the memory layout of the images or volumes that a call reads; "" for a call whose kernel does not depend on it.
+    """Return the memory layout of what a call reads: images, volumes, or the factors of a matrix product.
 
-    The first argument whose strides differ between the two layouts decides; tensors of one channel or one pixel fit
-    both and are passed over ("" if all do). A convolution is ``channels_last`` if its image or its weight is, because
-    cuDNN lays out the other one alike. Layouts may differ between the calls of a model: ConvNeXt permutes its images
-    around its norms.
+    It is "" for a call whose kernel does not depend on it. Of images and volumes, the first argument whose strides differ
+    between the two layouts decides; tensors of one channel or one pixel fit both and are passed over ("" if all do). A
+    convolution is ``channels_last`` if its image or its weight is, because cuDNN lays out the other one alike. Layouts may
+    differ between the calls of a model: ConvNeXt permutes its images around its norms.
     """
     name = base_name(call.target)
+    if name in _FACTORS:
+        return _layout_of_factors(*(call.args[place] for place in _FACTORS[name]))
     if class_of(name) not in _OF_IMAGES:
         return ""
     layouts: list[Layout] = []
@@ -479,3 +481,20 @@ def _layout_of(call: RecordedCall) -> Layout:
     if class_of(name) == CLASS["convolution"] and "channels_last" in layouts:
         return "channels_last"
     return layouts[0] if layouts else ""
+
+
+# By the names of matrix products, the places of the two factors among their arguments.
+_FACTORS = dict.fromkeys(("mm", "bmm", "_grouped_mm"), (0, 1)) | dict.fromkeys(("addmm", "baddbmm"), (1, 2))
+
+
+def _layout_of_factors(left: Shadow, right: Shadow) -> Layout:
+    """Return which factors of a matrix product have contiguous columns, that is, are transposed; "": the left one does not."""
+
+    def is_transposed(factor: Shadow) -> bool:
+        """Return whether the elements of a column, and not those of a row, lie next to each other."""
+        row_stride, column_stride = factor.tensor.stride()[-2:]
+        return row_stride == 1 and column_stride > 1
+
+    if not is_transposed(left):
+        return ""
+    return "both_transposed" if is_transposed(right) else "left_transposed"
