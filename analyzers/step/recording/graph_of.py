@@ -26,7 +26,7 @@ from ddltool.analyzers.step.recording.recorder import (
     shadows_of,
 )
 from ddltool.analyzers.step.recording.torch_costs import Issued, base_name, cost_of, issued, written_arguments
-from ddltool.graph import Gemm, Graph, Layout, Op, Recorded
+from ddltool.graph import RECOMPUTED, Gemm, Graph, Layout, Op, Recorded
 
 _TOKEN_DIMENSIONS = 2
 """A batch of token sequences has two dimensions: (samples, tokens)."""
@@ -289,8 +289,11 @@ def _written(call: RecordedCall) -> list[Any]:
 
 
 def _phase(call: RecordedCall) -> str:
-    """Return the first part of an op's name: ``forward/<module>``, ``backward`` or ``update``."""
-    return f"forward/{call.module}" if call.phase == "forward" and call.module else call.phase
+    """Return the first part of an op's name: ``forward/<module>``, ``backward``, ``RECOMPUTED`` or ``update``."""
+    if not call.module or call.phase == "update":
+        return call.phase
+    # In a backward pass a module runs its forward pass only where a checkpoint computes it again.
+    return f"forward/{call.module}" if call.phase == "forward" else RECOMPUTED
 
 
 def _size_bytes(shadow: Shadow) -> float:
