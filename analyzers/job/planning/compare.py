@@ -129,7 +129,8 @@ def _compared(
     best_per_variant = _best_per_variant(ranked, picked)
     others = [other for other in best_per_variant if other is not picked]
     baselines = candidates.usual(problem, picked.option.devices) or {"the plan itself": picked.option}
-    baseline_name = max(baselines, key=lambda key: choice.value(baselines[key]))
+    within_limits = [name for name, option in baselines.items() if candidates.goal.keeps(option)] or [*baselines]
+    baseline_name = max(within_limits, key=lambda name: choice.value(baselines[name]))
     state_shards = 1 if picked.plan.sharding is None else picked.plan.sharding.shard
     pareto = _pareto([other.option for other in (*ranked, *([cheapest] if cheapest else []))], candidates, problem)
     layouts = _all_layouts(picked, best_per_variant, cheapest)

@@ -303,11 +303,11 @@ def _work_per_device(decision: Decision, plan: Plan, picked: Option, knowledge: 
 
 
 def _memory_text(layout: Layout, knowledge: JobModel) -> str:
-    """Return the memory of a process on the fullest device, with what that device has, such as ``34.2 of 40 GiB``."""
+    """Return the most memory of a process on any device, with what that device has, such as ``34.2 of 40 GiB``."""
     assert knowledge.layouts is not None, "a layout was chosen without what layouts are made of"
-    device_gib = {name: knowledge.layouts.kinds[name].model.device.memory_gib for name in layout.memory_bytes}
-    fullest = max(device_gib, key=lambda name: layout.memory_bytes[name] / device_gib[name])
-    return f"{show_bytes(layout.memory_bytes[fullest]).removesuffix(' GiB')} of {device_gib[fullest]:.3g} GiB"
+    name = max(layout.memory_bytes, key=layout.memory_bytes.__getitem__)
+    device_gib = knowledge.layouts.kinds[name].model.device.memory_gib
+    return f"{show_bytes(layout.memory_bytes[name]).removesuffix(' GiB')} of {device_gib:.3g} GiB"
 
 
 def _layout_clause(layout: Layout, devices: Mapping[str, int], samples: int, memory: str) -> str:
@@ -371,7 +371,9 @@ def _gain(decision: Decision, picked: Option, value: Value, gain: float) -> str:
     name, option = on_all
     gain_on_fewer = value(picked) / value(option) - 1 if value(option) else 0.0
     usual = f"what one would do anyway on {sum(picked.devices.values())}"
-    return usual if abs(gain_on_fewer) < LEAST_GAIN else f"{usual}, {_ahead(gain_on_fewer, decision.objective)}{name}"
+    if gain_on_fewer <= -LEAST_GAIN:  # it would have been picked
+        return f"{usual} ({name} breaks a limit)"
+    return usual if gain_on_fewer < LEAST_GAIN else f"{usual}, {_ahead(gain_on_fewer, decision.objective)}{name}"
 
 
 def _baseline_on_more(decision: Decision, picked: Option) -> tuple[str, Option] | None:

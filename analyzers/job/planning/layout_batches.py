@@ -269,8 +269,11 @@ class LayoutBatches(LayoutFigures):
             return None
         if bool(recomputation.saving.on_host) != on_host:  # saving on the host brings nothing
             return None
-        key = f"chosen {len(self._choices)}"
-        self._choices[key] = recomputation
+        # Batches that were found for layouts that recompute may turn out to need no recomputation.
+        key = "none"
+        if recomputation.saving.recomputed() or on_host:
+            key = f"chosen {len(self._choices)}"
+            self._choices[key] = recomputation
         better = self._cost(layout.devices, candidate.sharding, key, layout.passes, candidate.rows)
         if better is None or (better.layout.step_s or 0) >= (layout.step_s or 0) * (1 - 1e-6):
             return None

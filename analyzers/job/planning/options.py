@@ -187,22 +187,30 @@ class Goal:
         )
 
     def demand(self, option: Option) -> None:
-        """Raise Missed, with the option's figure, where its whole run breaks the deadline or the budget."""
+        """Raise Missed, with the option's figures, where its whole run breaks the deadline, the budget, or both."""
         run = self.run(option)
         if run is None:
             return
         used_text = f"on {' + '.join(f'{count} {name}' for name, count in option.devices.items())}"
+        broken: list[tuple[str, float]] = []  # (what it breaks, its figure over the limit)
         if run.hours * HOUR_S > self.deadline_s * (1 + 1e-9):
             allowed_hours = self.deadline_s / HOUR_S
-            raise Missed(
-                f"deadline: the whole run takes {show_hours(run.hours)} {used_text}, {show_hours(allowed_hours)} allowed",
-                run.hours / max(allowed_hours, 1e-9),
-            )
+            text = f"deadline: the whole run takes {show_hours(run.hours)} {used_text}, {show_hours(allowed_hours)} allowed"
+            broken.append((text, run.hours / max(allowed_hours, 1e-9)))
         if run.price is not None and run.price > self.budget * (1 + 1e-9):
-            raise Missed(
-                f"budget: the whole run costs {show_money(run.price)} {used_text}, {show_money(self.budget)} allowed",
-                run.price / max(self.budget, 1e-9),
-            )
+            text = f"budget: the whole run costs {show_money(run.price)} {used_text}, {show_money(self.budget)} allowed"
+            broken.append((text, run.price / max(self.budget, 1e-9)))
+        if broken:
+            texts, factors = zip(*broken, strict=True)
+            raise Missed("; ".join(texts), max(factors))
+
+    def keeps(self, option: Option) -> bool:
+        """Return whether the whole run by an option keeps the deadline and the budget."""
+        try:
+            self.demand(option)
+        except Missed:
+            return False
+        return True
 
     def demand_both(self, fastest: Option, cheapest: Option) -> None:
         """Raise Missed where the fastest plan is too dear and the cheapest too slow."""
