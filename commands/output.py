@@ -106,7 +106,8 @@ def table(
             heading = "\n".join(textwrap.wrap(heading, _LONGEST_HEADING))
         grid.add_column(Text(heading), justify=justify, overflow="fold", no_wrap=is_unbroken)
         if 0 < column_index < text_columns:  # what has no blank, such as a device's name, is not broken either
-            longest = max((len(word) for row in rows for word in row[column_index].split()), default=0)
+            words = [word for row in rows for word in row[column_index].split()]
+            longest = max(map(len, (*words, *heading.split())), default=0)
             grid.columns[-1].min_width = min(longest, _LONGEST_HEADING)
     if not is_first_unbroken:
         grid.columns[0].min_width = _LONGEST_UNBROKEN_NAME * 2 // 3  # rich would fold it into a few letters a line

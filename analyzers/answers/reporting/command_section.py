@@ -13,7 +13,7 @@ from ddltool.analyzers.answers.reporting.figures import Bars
 from ddltool.analyzers.answers.reporting.predict_section import explored
 from ddltool.analyzers.answers.reporting.section import Column, Section, Table, Verdict, pictured, tabled
 from ddltool.errors import few, shortened
-from ddltool.graph_results import CommandPlan, TriedCommand
+from ddltool.graph_results import CommandPlan, PredictedRow, TriedCommand
 from ddltool.units import counted, faster_than, show_bytes, show_hours, show_money, show_rate, show_seconds, show_span
 
 _ROWS = 10
@@ -64,6 +64,7 @@ def _variants_table(plan: CommandPlan, listed: Sequence[TriedCommand], shows_gai
     columns: dict[str, Column[TriedCommand]] = {
         **knobs,
         "on": _where,
+        "samples": lambda variant: None if variant.row is None else f"{_step_samples(variant.row):,}",
         "step": "row.step_time_s",
         f"{unit}/s": lambda variant: show_rate(plan.rate(variant)),
         "MFU": "row.mfu:.0%",
@@ -78,9 +79,14 @@ def _variants_table(plan: CommandPlan, listed: Sequence[TriedCommand], shows_gai
     if shows_gains:
         columns["times"] = lambda variant: _gain_text(plan, variant)
     caption = f"{len(listed)} of {len(plan.tried)} tried" if len(plan.tried) > len(listed) else "All that was tried"
-    caption += "; times: of the command as it is" if "times" in columns else ""
-    spare = ("MFU", "times", "hours")
+    caption += "; samples: of a step" + ("; times: of the command as it is" if "times" in columns else "")
+    spare = ("samples", "MFU", "times", "hours")
     return tabled(caption, "predicted", listed, columns, text_columns=len(knobs) + 1, spare=spare)
+
+
+def _step_samples(row: PredictedRow) -> int:
+    """Return how many samples all processes take in a step, that is, between two updates."""
+    return round(row.samples_per_s * row.step_time_s)
 
 
 def _price_text(plan: CommandPlan, one: TriedCommand) -> str | None:
@@ -172,6 +178,8 @@ def _answer(plan: CommandPlan) -> str:
         behind = f"as it is the command does not fit ({show_bytes(as_given.row.reserved_bytes)})"
     else:
         behind = f"{faster_than(plan.rate(best) / plan.rate(as_given) - 1)} the command as it is"
+    if as_given.row is not None and _step_samples(row) != _step_samples(as_given.row):
+        figures += f"; {_step_samples(row):,} samples a step, {_step_samples(as_given.row):,} as it is"
     return f"Use {_options_text(best)} on {_where(best)}: {figures}; {behind}, predicted.{run}"
 
 

@@ -417,15 +417,18 @@ def named_table(plan: Plan, decision: Decision) -> Table:
         "GiB": of(lambda option: None if option.memory_bytes is None else f"{option.memory_bytes / 2**30:.1f}"),
         "step": lambda row: "no room" if row.option is None else show_seconds(row.option.iteration_s),
         f"{unit}/s": of(lambda option: show_rate(items / option.iteration_s)),
-        f"$/M {unit}": of(
+        "$/M": of(
             lambda option: (
                 None if option.price_per_sample is None else show_money(option.price_per_sample * 1e6 * samples / items)
             )
         ),
     }
     names = ("you named", [row.name for row in decision.named])
-    caption = "What you named, with the best plan of each; the first is this plan"
-    return without_empty_columns(tabled(caption, "predicted", decision.named, columns, names=names, text_columns=2))
+    caption = f"What you named, with the best plan of each; the first is this plan; $/M: dollars for a million {unit}"
+    table = tabled(
+        caption, "predicted", decision.named, columns, names=names, text_columns=2, spare=(f"{unit}/s",)
+    )  # as many samples a step in every row, so that its seconds say as much
+    return without_empty_columns(table)
 
 
 def layouts_table(layouts: Sequence[Layout]) -> Table:

@@ -330,7 +330,7 @@ def _strategies_table(decision: Decision) -> Table:
         f"{'useful samples' if has_goodput else 'logical mini-batches'}; stale: iterations of staleness; usual: an equal "
         "split, communication as it comes"
     )
-    spare = ("compute", "exposed", "bits")
+    spare = ("compute", "exposed", "bits", "stale", "±")
     return without_empty_columns(
         tabled(caption, "predicted", options, columns, names=("strategy", names), text_columns=2, spare=spare)
     )

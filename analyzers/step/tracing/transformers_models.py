@@ -91,6 +91,8 @@ def configured_step(
     if sequence_length is not None and longest is not None and sequence_length > longest:
         excess = f"{sequence_length:,} tokens are more than the {longest:,} that the model is configured for"
         note = join_notes(note, excess)
+    if attention is None and _has_eager_attention_alone(module):
+        note = join_notes(note, "attention is not fused: transformers has only its eager form for this model")
     if any((getattr(named.config.get_text_config(), field, 0) or 0) > 1 for field in _EXPERTS):
         note = join_notes(note, "every replica has all experts (predict --expert-parallel shares them out)")
     return TrainingStep(name=named.title, module=module, inputs=bound, loss=loss, note=note)
@@ -171,6 +173,9 @@ def build_model(named: NamedConfig, attention: str | None = None) -> tuple[str, 
     except DdlToolError:
         raise
     except Exception as error:  # never with real weights instead: they may be larger than this machine
+        if attention not in (None, "eager") and "does not support an attention implementation" in str(error):
+            problem = f"transformers has only eager attention for {named.title}"
+            raise InputError("--attention", problem, "leave it out") from error
         raise _model_error(named.source, "cannot be built", error) from error
     if getattr(named.config, "scale_decoder_outputs", None) is False:
         # T5's family ties its head whatever the configuration says, until it loads weights that hold a head of their own.
@@ -180,6 +185,12 @@ def build_model(named: NamedConfig, attention: str | None = None) -> tuple[str, 
             # The router converts its weights to their own type in every forward, which a tensor in a trace cannot do.
             submodule.classifier.to = lambda *_, itself=submodule.classifier, **__: itself
     return head, module
+
+
+def _has_eager_attention_alone(module: Any) -> bool:
+    """Return whether a model's attention writes all scores to memory, for transformers has no fused form of it."""
+    has_heads = getattr(module.config.get_text_config(), "num_attention_heads", 0)
+    return bool(has_heads) and not module._supports_sdpa
 
 
 def _repair_defaults(config: Any, model_type: str) -> str:
