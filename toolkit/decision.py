@@ -46,6 +46,10 @@ class Option(Record):
     memory_bytes: NonNegative | None = Field(
         default=None, description="most bytes of tensors that a process holds; null: not known"
     )
+    local_batch_sizes: dict[str, Count] = Field(
+        default_factory=dict, description="device type to the most samples per step of one device; empty: see the plan"
+    )
+    passes: AtLeastOne = Field(default=1, description="forward and backward passes of a step")
     order: str = Field(default="", description="what to set so that communication overlaps best")
     order_saves_s: Seconds | None = Field(default=None, description="what that saves per step over the default")
     leans_on: dict[str, NonNegative] = Field(

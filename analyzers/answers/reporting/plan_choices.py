@@ -86,7 +86,7 @@ def choices_picture(plan: Plan, decision: Decision) -> Picture:
         "step": lambda row: "no room" if row.missing_bytes else show_seconds(row.step_s),
         rate_name: lambda row: None if (found := rate(row)) is None else show_rate(found),
         "hours": hours,
-        "cost" if run is not None else f"$/M {unit}": price,
+        "cost" if run is not None else "$/M": price,
         "remark": lambda row: row.remark or None,
     }
     caption_parts = [f"What was compared{step_words(plan)}; the first is this plan"]
@@ -97,6 +97,8 @@ def choices_picture(plan: Plan, decision: Decision) -> Picture:
         caption_parts.append("each: samples x passes")
     if any(row.memory_bytes for row in choices):
         caption_parts.append("GiB: of tensors")
+    if run is None and any(row.price_per_sample is not None for row in choices):
+        caption_parts.append(f"$/M: dollars for a million {unit}")
     if has_goodput:
         caption_parts.append("with a noise scale, plans are ranked by useful samples per second (-v)")
     table = without_empty_columns(
@@ -106,7 +108,7 @@ def choices_picture(plan: Plan, decision: Decision) -> Picture:
             choices,
             columns,
             names=("how", [row.how for row in choices]),
-            text_columns=3 if any(row.checkpointing for row in choices) else 2,
+            text_columns=3,
             spare=("remark", "hours", rate_name),  # the step says the rate as well
         )
     )
@@ -171,7 +173,7 @@ def _choices(plan: Plan, decision: Decision) -> list[_Choice]:
             how=how,
             checkpointing=checkpointing,
             devices=option.devices,
-            each=None if layout is None else _samples_each(layout),
+            each=_samples_each(option) if option.local_batch_sizes else None,
             memory_bytes=option.memory_bytes,
             step_s=option.iteration_s,
             samples=float(option.step_samples or samples),
@@ -296,7 +298,7 @@ def _layout_of(decision: Decision, option: Option) -> Layout | None:
     return min(made_of, key=lambda layout: abs((layout.step_s or math.inf) - option.iteration_s), default=None)
 
 
-def _samples_each(layout: Layout) -> str:
+def _samples_each(layout: Layout | Option) -> str:
     """Return the samples of a device (or group) in a pass, times the passes of a step: "8x2"; several types: "8/4x2"."""
     samples_by_pass = [-(-size // layout.passes) for size in layout.local_batch_sizes.values()]  # rounded up
     text = "/".join(dict.fromkeys(map(str, samples_by_pass)))  # types with equally many are named once

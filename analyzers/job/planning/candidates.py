@@ -554,6 +554,8 @@ class Candidates:
         figures = {
             "order_saves_s": saved_s or None,
             "memory_bytes": max(layout.memory_bytes.values()),
+            "local_batch_sizes": layout.local_batch_sizes,
+            "passes": layout.passes,
             "host_bound": layout.host_bound,
         }
         option = candidate.option.model_copy(update={**interval, **figures})

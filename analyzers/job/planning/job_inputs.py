@@ -48,7 +48,7 @@ from ddltool.precision import precision_of
 from ddltool.profiles import read_profile
 from ddltool.shipped import calibration, devices, devices_of, with_specs
 from ddltool.tables import read_table
-from ddltool.units import counted, parse_bandwidth, parse_latency
+from ddltool.units import counted, parse_bandwidth, parse_latency, show_rate
 
 if TYPE_CHECKING:
     from ddltool.analyzers.job.planning.layouts import Layouts
@@ -196,7 +196,8 @@ def capabilities_of(job: Job, folder: Path, where: str, tell: Tell) -> dict[str,
     if not unrated:
         return capabilities
     predicted = _predicted_capabilities(job, folder, unrated, where)
-    shown = ", ".join(f"{name} {value:.3g}/s" for name, value in predicted.items())
+    batch = counted(job.batch_size, "sample")
+    shown = ", ".join(f"{name} alone {show_rate(value)}/s of {batch}" for name, value in predicted.items())
     words = memory_words(job.precision, job.optimizer)
     if job.lora is not None:
         words = f"LoRA of rank {job.lora}, all else frozen; {job.precision}, {job.optimizer}"
