@@ -133,7 +133,7 @@ def test_every_layout_of_a_plan_is_a_point_whose_command_gives_it_again(
         for each in (plan, plan.model_copy(update={"decision": plan.decision.model_copy(update={"step_tokens": 2560})}))
     ]
     assert [table.header[-3:] for table in (samples, tokens)] == [
-        ["samples/s", "$/M samples", "remark"],
+        ["samples/s", "$/M", "remark"],
         ["tokens/s", "$/M tokens", "remark"],
     ]
     price = next(option.price_per_sample for option in plan.decision.options if not option.why_not)
