@@ -75,11 +75,12 @@ def _variants_table(plan: CommandPlan, listed: Sequence[TriedCommand], shows_gai
     if any(plan.cost(variant) is not None for variant in listed):
         columns["cost"] = lambda variant: None if (cost := plan.cost(variant)) is None else show_money(cost)
     elif any(variant.row is not None and variant.row.price_per_million_samples is not None for variant in listed):
-        columns[f"$/M {unit}"] = lambda variant: _price_text(plan, variant)
+        columns["$/M"] = lambda variant: _price_text(plan, variant)
     if shows_gains:
         columns["times"] = lambda variant: _gain_text(plan, variant)
     caption = f"{len(listed)} of {len(plan.tried)} tried" if len(plan.tried) > len(listed) else "All that was tried"
     caption += "; samples: of a step" + ("; times: of the command as it is" if "times" in columns else "")
+    caption += f"; $/M: dollars for a million {unit}" if "$/M" in columns else ""
     spare = ("samples", "MFU", "times", "hours")
     return tabled(caption, "predicted", listed, columns, text_columns=len(knobs) + 1, spare=spare)
 
