@@ -64,7 +64,7 @@ def _variants_table(plan: CommandPlan, listed: Sequence[TriedCommand], shows_gai
     columns: dict[str, Column[TriedCommand]] = {
         **knobs,
         "on": _where,
-        "samples": lambda variant: None if variant.row is None else f"{_step_samples(variant.row):,}",
+        "per step": lambda variant: None if variant.row is None else f"{_step_samples(variant.row):,}",
         "step": "row.step_time_s",
         f"{unit}/s": lambda variant: show_rate(plan.rate(variant)),
         "MFU": "row.mfu:.0%",
@@ -79,9 +79,9 @@ def _variants_table(plan: CommandPlan, listed: Sequence[TriedCommand], shows_gai
     if shows_gains:
         columns["times"] = lambda variant: _gain_text(plan, variant)
     caption = f"{len(listed)} of {len(plan.tried)} tried" if len(plan.tried) > len(listed) else "All that was tried"
-    caption += "; samples: of a step" + ("; times: of the command as it is" if "times" in columns else "")
+    caption += "; times: of the command as it is" if "times" in columns else ""
     caption += f"; $/M: dollars for a million {unit}" if "$/M" in columns else ""
-    spare = ("samples", "MFU", "times", "hours")
+    spare = ("per step", "MFU", "times", "hours")
     return tabled(caption, "predicted", listed, columns, text_columns=len(knobs) + 1, spare=spare)
 
 
