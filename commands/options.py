@@ -329,6 +329,7 @@ IN_SCRIPT: Mapping[str, str] = {
         "checkpointing": "put torch.utils.checkpoint, or gradient_checkpointing=True of its trainer,",
         "sequence_length": "cut the samples",
         "lora": "put peft's get_peft_model",
+        "load_in_4bit": "put load_in_4bit=True",
         "attention": "put attn_implementation=",
     }.items()
 } | {"replicas": "leave it out, and start the script by torchrun --nproc-per-node N"}

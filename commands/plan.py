@@ -118,6 +118,7 @@ def plan(
     attention: Annotated[Attention | None, one_of(*get_args(Attention))] = None,
     offload: Annotated[Offload, one_of(*get_args(Offload))] = "auto",
     lora: Annotated[int | str | None, {"metavar": "RANK[,RANK]"}, read_ranks] = None,
+    load_in_4bit: bool = False,
     link: LocalLink = None,
     nic: str | None = None,
     vary: Sequence[str] = (),
@@ -281,6 +282,10 @@ def plan(
     elif isinstance(job, Job):
         raise InputError("devices", "has no part beside a Job, which has its own", "leave it out")
     else:
+        if load_in_4bit and lora is None:
+            raise InputError(
+                "--load-in-4bit", "packs the weights that LoRA freezes, and none is", "give --lora 16, too"
+            )
         jobs = _described_jobs(
             str(job),
             devices,
@@ -295,6 +300,7 @@ def plan(
             devices_file=devices_file,
             sequence_length=sequence_length,
             compile=compile,
+            load_in_4bit=load_in_4bit,
             channels_last=channels_last,
             offload=offload,
             attention=attention,

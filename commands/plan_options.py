@@ -25,7 +25,7 @@ _BARRIERS = {"lookahead", "max_gap"}
 # What a job without a file reads beside its devices.
 OF_MODEL = {
     "devices", "nodes", "batch_size", "precision", "sequence_length", "optimizer", "compile", "channels_last", "offload",
-    "attention", "lora", "link", "nic", "save_job",
+    "attention", "lora", "load_in_4bit", "link", "nic", "save_job",
 }  # fmt: skip
 # Parameters that a saved job.yaml makes superfluous: it holds them, or they do not change the answer.
 SAVED = {*OF_MODEL, *BY_ALL, "bandwidth"} - {"strategy", "graph"}

@@ -50,7 +50,7 @@ _LARGEST = 2**31
 _MODELLED = (
     "batch_sizes", "replicas", "precision", "channels_last", "compile", "optimizer", "accumulation", "sharding",
     "checkpointing", "sequence_length", "tensor_parallel", "pipeline_parallel", "expert_parallel", "sequence_parallel",
-    "async_tensor_parallel", "virtual_stages", "lora", "attention",
+    "async_tensor_parallel", "virtual_stages", "lora", "load_in_4bit", "attention",
 )  # fmt: skip
 _RECORDED = ("limit", "keep_files")
 
@@ -80,6 +80,7 @@ def predict(
     compile: bool = False,
     optimizer: Annotated[str, OPTIMIZER] = "adam",
     lora: Annotated[int | None, within(1, 4096)] = None,
+    load_in_4bit: bool = False,
     attention: Annotated[str | None, one_of(*get_args(Attention))] = None,
     accumulation: Annotated[int, within(1, 1_000_000)] = 1,
     sharding: Annotated[str, {"choices": SHARDINGS, **completed(SHARDINGS)}] = "ddp",
@@ -142,7 +143,12 @@ def predict(
     for spec in devices:
         demand_float8(spec, precision)
     # Several GPUs compute with parameters of the half type; nothing is cast between the ops.
-    numerics = Numerics(precision, channels_last, gathered=layout != ParallelDegrees())  # type: ignore[arg-type]  # Numerics checks it
+    numerics = Numerics(
+        precision,  # type: ignore[arg-type]  # Numerics checks it
+        channels_last,
+        gathered=layout != ParallelDegrees(),
+        loads_in_4bit=load_in_4bit,
+    )
     with stage(f"tracing {name_of(source)}"):
         curve = work_of(cast(Source, source), numerics, sequence_length, lora, attention)
     remark = curve.traced.graph.meta.get("note")
@@ -151,12 +157,16 @@ def predict(
     curve = parallel_curve(curve, settings[0])
 
     def fits(change: Mapping[str, Any]) -> bool:
-        """Return whether one sample fits every device with the precision, optimizer or lora in ``change`` in place of its own.
+        """Return whether one sample fits every device with the numerics in ``change`` in place of its own.
 
         Traces the model anew.
         """
         new_settings = [replace(setting, optimizer=change.get("optimizer", optimizer)) for setting in settings]
-        new_numerics = replace(numerics, precision=change.get("precision", precision))
+        new_numerics = replace(
+            numerics,
+            precision=change.get("precision", precision),
+            loads_in_4bit=change.get("load_in_4bit", load_in_4bit),
+        )
         rank = change.get("lora", lora)
         with stage(f"trying {' '.join(f'{name} {value}' for name, value in change.items())}"):
             work = work_of(cast(Source, source), new_numerics, sequence_length, rank, attention)

@@ -101,6 +101,7 @@ class PredictionAssumptions(Part):
     lora: Count | None = Field(
         default=None, description="rank of the adapters that are trained alone; null: all is trained"
     )
+    load_in_4bit: bool = Field(default=False, description="of LoRA: the frozen linear layers have weights of 4 bits")
 
 
 class PredictResult(Result):

@@ -198,6 +198,7 @@ class Job(Artifact):
     lora: LoraRank | None = Field(
         default=None, description="rank of the adapters that are trained while all else is frozen; null: all is trained"
     )
+    load_in_4bit: bool = Field(default=False, description="of LoRA: the frozen linear layers have weights of 4 bits")
     devices: list[DeviceOffer] = Field(default_factory=list, max_length=1000)
     cluster: str | None = Field(default=None, description="cluster.yaml that gives the device counts")
     group: WorkerGroup | None = Field(

@@ -331,6 +331,7 @@ class StepSettings(Record):
     compile: bool = Field(default=False, description="the step runs under torch.compile")
     channels_last: bool = Field(default=False, description="images are in channels_last")
     lora: LoraRank | None = Field(default=None, description="rank of the adapters; null: all is trained")
+    load_in_4bit: bool = Field(default=False, description="of LoRA: the frozen linear layers have weights of 4 bits")
     sequence_length: AtLeastOne | None = Field(
         default=None, description="tokens of a sample; null: not known, or no text"
     )

@@ -369,7 +369,7 @@ OPTIONS = {
         "accumulation async-tensor-parallel attention bandwidth batch-sizes channels-last checkpointing compile device "
         "devices-file expert-parallel "
         "gpus-per-node json "
-        "keep-files latency limit link local-bandwidth local-latency lora nccl-tests nic optimizer output "
+        "keep-files latency limit link load-in-4bit local-bandwidth local-latency lora nccl-tests nic optimizer output "
         "pipeline-parallel precision replicas sequence-length sequence-parallel sharding tensor-parallel "
         "virtual-stages"
     ),
@@ -386,8 +386,8 @@ OPTIONS = {
     "devices": "collective devices-file json precision product",
     "plan": (
         "allow-code attention bandwidth batch-size budget channels-last checkpoint-copy checkpoint-write compile compress "
-        "deadline devices devices-file epochs fragments graph json keep-files latency limit link link-between lookahead lora "
-        "max-gap memory-checkpoint mtbf nccl-tests nic nodes notice objective offload optimizer outer-bits "
+        "deadline devices devices-file epochs fragments graph json keep-files latency limit link link-between load-in-4bit "
+        "lookahead lora max-gap memory-checkpoint mtbf nccl-tests nic nodes notice objective offload optimizer outer-bits "
         "outer-every output overlap precision prefer price repair restart samples save seed sequence-length share "
         "spares storage strategy telemetry time-limit tokens top-k vary with"
     ),

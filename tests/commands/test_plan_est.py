@@ -460,6 +460,7 @@ SAVED: dict[str, tuple[object, ...]] = {
     "sequence_length": ("--sequence-length", 32), "optimizer": ("--optimizer", "adamw-8bit"), "compile": ("--compile",),
     "channels_last": ("--channels-last",),
     "attention": ("--attention", "eager"), "offload": ("--offload", "optimizer"), "lora": ("--lora", 4),
+    "load_in_4bit": ("--lora", 4, "--load-in-4bit"),
     "link": ("--link", "pcie3"), "nic": ("--nic", "25Gbit"), "bandwidth": ("--bandwidth", "2.34Gbit"),
     "price": ("--price", "H100=2.5"), "devices_file": ("--devices-file", "own.yaml"),
 }  # fmt: skip

@@ -62,7 +62,7 @@ _CONTENTS: tuple[tuple[str, Callable[[Plan], object], tuple[Target, ...], str], 
         "LoRA",
         lambda plan: plan.run is not None and plan.run.lora,
         (),
-        "the script adds the adapters and freezes the rest, as peft does",
+        "the script adds the adapters and freezes the rest, as peft does; for 4-bit weights it loads them with load_in_4bit",
     ),
     (
         "channels_last",

@@ -322,7 +322,7 @@ def step_words(plan: Plan) -> str:
         return ""
     parts: list[str] = [precision_name(run.precision), run.optimizer]
     if run.lora:
-        parts.append(f"LoRA of rank {run.lora}")
+        parts.append(f"LoRA of rank {run.lora}{' on 4-bit weights' if run.load_in_4bit else ''}")
     if run.sequence_length:
         parts.append(f"{run.sequence_length:,} tokens a sample")
     return f" ({', '.join(parts)}, {plan.max_workers * plan.batch_size:,} samples a step)"
@@ -398,6 +398,8 @@ def _command(plan: Plan, row: _Choice) -> str:
         arguments.append("--compile")
     if run.channels_last:
         arguments.append("--channels-last")
+    if run.load_in_4bit:
+        arguments.append("--load-in-4bit")
     for option, value in itertools.pairwise(words):
         if option in _OF_BOTH:
             arguments += [option, value]

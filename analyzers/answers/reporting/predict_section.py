@@ -142,7 +142,8 @@ def _assumptions_sentence(assumed: PredictionAssumptions, rows: Sequence[Predict
     if assumed.optimizer == "recorded":
         return f"The script's own step: {precision_of(assumed.precision).words or assumed.precision}; {settings}."
     if assumed.lora:
-        trained = f"LoRA of rank {assumed.lora}, all else frozen; {assumed.precision}, {assumed.optimizer}"
+        frozen = "4-bit weights" if assumed.load_in_4bit else "all else"
+        trained = f"LoRA of rank {assumed.lora}, {frozen} frozen; {assumed.precision}, {assumed.optimizer}"
     else:
         has_groups = any(row.num_gpus > row.num_replicas for row in rows)  # by tensor or pipeline parallelism
         trained = memory_words(assumed.precision, assumed.optimizer, has_groups)

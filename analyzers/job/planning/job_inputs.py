@@ -200,7 +200,8 @@ def capabilities_of(job: Job, folder: Path, where: str, tell: Tell) -> dict[str,
     shown = ", ".join(f"{name} alone {show_rate(value)}/s of {batch}" for name, value in predicted.items())
     words = memory_words(job.precision, job.optimizer)
     if job.lora is not None:
-        words = f"LoRA of rank {job.lora}, all else frozen; {job.precision}, {job.optimizer}"
+        frozen = "4-bit weights" if job.load_in_4bit else "all else"
+        words = f"LoRA of rank {job.lora}, {frozen} frozen; {job.precision}, {job.optimizer}"
     meta = (
         _untimed_graph(job, folder).meta if traceable(job) else {}
     )  # that of the trace which was made for the figures
@@ -414,8 +415,8 @@ def options_that_fit(job: Job, job_file: Path, options: PlanOptions, holds: Call
     """Return the options of ``ddltool plan``, each by itself, with which the job would fit into memory: ``["--lora 16"]``.
 
     Tried are an 8-bit optimizer, parameters in a half-precision type, both together where neither suffices, LoRA of rank 16,
-    and half the samples' length, a quarter, ... (the longest that fits). ``holds``: returns whether one of some layouts fits.
-    The user sees no remarks on these trials.
+    that beside weights of 4 bits, and half the samples' length, a quarter, ... (the longest that fits). ``holds``: returns
+    whether one of some layouts fits. The user sees no remarks on these trials.
     """
     quiet = replace(options, tell=lambda _: None)
     fabrics = _fabrics_or_assumed(job, job_file.parent, quiet)
@@ -685,6 +686,7 @@ def job_of(
     compile: bool = False,
     channels_last: bool = False,
     lora: int | None = None,
+    load_in_4bit: bool = False,
     offload: str | None = None,
     attention: str | None = None,
 ) -> Job:
@@ -701,8 +703,8 @@ def job_of(
         link: between the devices of a node; ``nic``: between nodes, by their cards' datasheet; ``bandwidth``: between nodes,
             as measured. Each is the text of the option of its name.
         devices_file: specifications of the user's own types, so that :func:`job_of` knows them; the job does not hold them.
-        precision, optimizer, sequence_length, compile, channels_last, lora, offload, attention: the job's fields of these
-            names.
+        precision, optimizer, sequence_length, compile, channels_last, lora, load_in_4bit, offload, attention: the job's fields
+            of these names; the weights of a job without LoRA are not loaded in 4 bits, whatever is said of others.
     """
     if nic is not None and bandwidth is not None:
         raise InputError("--nic", "does not go with --bandwidth", "cards by datasheet, or a rate as measured")
@@ -723,7 +725,13 @@ def job_of(
     }
     given_fields: dict[str, Any] = {name: value for name, value in optional_fields.items() if value is not None}
     given_fields |= {
-        name: True for name, is_on in {"compile": compile, "channels_last": channels_last}.items() if is_on
+        name: True
+        for name, is_on in {
+            "compile": compile,
+            "channels_last": channels_last,
+            "load_in_4bit": load_in_4bit and lora is not None,
+        }.items()
+        if is_on
     }
     try:
         job = Job(

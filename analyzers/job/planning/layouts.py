@@ -589,7 +589,7 @@ def job_work(job: Job) -> WorkCurve:
 
     Raises InputError where the model cannot be traced.
     """
-    numerics = Numerics(job.precision, job.channels_last)
+    numerics = Numerics(job.precision, job.channels_last, loads_in_4bit=job.load_in_4bit)
     return _work(str(job.model), numerics, job.sequence_length, job.lora, job.attention)
 
 

@@ -208,6 +208,7 @@ def _run_settings(plan: Plan, job: Job, gpus_per_node: Mapping[str, int] | None)
         compile=job.compile,
         channels_last=job.channels_last,
         lora=job.lora,
+        load_in_4bit=job.load_in_4bit,
         sequence_length=sequence_length,
         gpus_per_node=None if gpus_per_node is None else dict(gpus_per_node),
     )

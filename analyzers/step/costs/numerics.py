@@ -15,15 +15,15 @@ from ddltool.precision import precision_of
 # The rank of the adapters that are tried.
 _RANK = 16
 Change = Mapping[str, Any]
-"""Values for fields of a job in place of its own, by name: precision, optimizer, lora (the rank of adapters)."""
+"""Values for fields of a job in place of its own, by name: precision, optimizer, lora (the rank of adapters), load_in_4bit."""
 
 
 def smaller_numerics(precision: str, optimizer: str, lora: int | None, devices: Sequence[Device]) -> list[Change]:
     """Return changes of a job's numerics that need less memory, in the order in which they are to be tried.
 
     They are: an 8-bit optimizer; everything in the half type (16 bits) that all ``devices`` compute in, parameters included
-    (bf16-pure or fp16-pure); both; and LoRA adapters, which alone are then trained. A change that the job has already is left
-    out.
+    (bf16-pure or fp16-pure); both; LoRA adapters, which alone are then trained; and these beside weights of 4 bits. A change
+    that the job has already is left out.
 
     Args:
         precision: the job's, a name as in :class:`Numerics`.
@@ -34,7 +34,7 @@ def smaller_numerics(precision: str, optimizer: str, lora: int | None, devices: 
 
     >>> from ddltool.shipped import devices
     >>> smaller_numerics("fp32", "adamw-8bit", None, [devices().device("V100")])
-    [{'precision': 'fp16-pure'}, {'lora': 16}]
+    [{'precision': 'fp16-pure'}, {'lora': 16}, {'lora': 16, 'load_in_4bit': True}]
     """
     pure = "bf16-pure" if all("bfloat16" in device.peak_flops for device in devices) else "fp16-pure"
     eight_bit: Change = {"optimizer": "adamw-8bit"}
@@ -50,6 +50,7 @@ def smaller_numerics(precision: str, optimizer: str, lora: int | None, devices: 
         changes.append({**halved, **eight_bit})
     if lora is None:
         changes.append({"lora": _RANK})
+    changes.append({"lora": lora or _RANK, "load_in_4bit": True})
     return changes
 
 
@@ -69,4 +70,10 @@ def least_that_fit(changes: Sequence[Change], fits: Callable[[Change], bool]) ->
                 fitting.append(change)
         except InputError:
             continue
-    return [" ".join(f"--{name} {value}" for name, value in change.items()) for change in fitting]
+    return [" ".join(_option(name, value) for name, value in change.items()) for change in fitting]
+
+
+def _option(name: str, value: object) -> str:
+    """Return the option that gives a field a value: ``--lora 16``, or ``--load-in-4bit`` for one that is on or off."""
+    option = f"--{name.replace('_', '-')}"
+    return option if value is True else f"{option} {value}"

@@ -75,6 +75,9 @@ def parallel_curve(curve: WorkCurve, setting: Setting) -> WorkCurve:
         if isinstance(text, str) and text.endswith(ON_HOST):
             problem = f"{text!r} beside tensor or pipeline parallelism is not modelled"
             raise InputError(option, problem, f"give {text.removesuffix(ON_HOST)}")
+    if layout.tensor > 1 and curve.traced.graph.meta.get("load_in_4bit"):
+        problem = "weights of 4 bits are not divided among GPUs"
+        raise InputError("--load-in-4bit", problem, "give --tensor-parallel 1")
     if layout.expert > 1 and layout.tensor > 1:
         problem = "experts that several replicas share are not modelled beside tensor parallelism"
         raise InputError("--expert-parallel", problem, "give --tensor-parallel 1")

@@ -97,6 +97,7 @@ def predict_on(
         **{name: getattr(first_setting, name) for name in _ASSUMED},
         "sequence_length": meta.get("tokens_per_sample"),
         "lora": meta.get("lora"),
+        "load_in_4bit": bool(meta.get("load_in_4bit")),
         "bandwidth_bytes_per_s": first_setting.fabric.between.bytes_per_s,
         "gpus_per_node": first_setting.fabric.gpus_per_node,
         "sequence_parallel": first_setting.layout.sequence,

@@ -397,9 +397,12 @@ def work_of(
     trained; None: the whole model is trained. ``attention``: eager, sdpa, or flash, which is sdpa in a precision in which it
     runs the flash kernel; None: the source's own. A ``zoo:`` model is traced only once in a process.
 
-    Raises InputError for a graph or ONNX file, for a library's model if the example inputs do not reach a part of it, and for
-    flash in a precision for which it has no kernel.
+    Raises InputError for a graph or ONNX file, for a library's model if the example inputs do not reach a part of it, for flash
+    in a precision for which it has no kernel, and for weights of 4 bits without adapters.
     """
+    if numerics.loads_in_4bit and lora is None:
+        problem = "packs the weights that LoRA freezes, and all weights are trained"
+        raise InputError("--load-in-4bit", problem, "give --lora 16, or leave it out")
     if attention == "flash" and precision_of(numerics.precision).computes not in ("bfloat16", "float16"):
         remedy = "give a precision of 16 bits, such as bf16"
         raise InputError("attention", f"flash has no kernel for {numerics.precision}", remedy)
@@ -425,7 +428,8 @@ def _traced_work(
     with contextlib.redirect_stdout(sys.stderr):  # what the user's forward prints must not mix with the result
         curve = measure_work(build, numerics)
     graph = demand_whole(curve.traced.graph, source)
-    return replace(curve, traced=replace(curve.traced, graph=replace(graph, meta={**graph.meta, "lora": lora})))
+    meta = {**graph.meta, "lora": lora} | ({"load_in_4bit": True} if numerics.loads_in_4bit else {})
+    return replace(curve, traced=replace(curve.traced, graph=replace(graph, meta=meta)))
 
 
 @lru_cache(maxsize=8)

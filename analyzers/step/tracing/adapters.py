@@ -2,7 +2,8 @@
 
 As peft builds it for ``target_modules="all-linear"`` (Hu et al., arXiv:2106.09685): every linear layer but the one that makes
 the logits; the input is cast to the adapters' float32 first; no dropout. Frozen weights are held as fine-tuning loads them, in
-the half type that the step computes in. Start at :func:`with_lora`.
+the half type that the step computes in, or packed in 4 bits as bitsandbytes does (QLoRA: Dettmers et al., arXiv:2305.14314).
+Start at :func:`with_lora`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ddltool.analyzers.step.recording.kernels import Linear4bit
 from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.analyzers.step.tracing.step import TrainingStep
 from ddltool.errors import InputError
@@ -55,32 +57,43 @@ class LoraLinear(nn.Module):
 def with_lora(step: TrainingStep, rank: int, numerics: Numerics) -> TrainingStep:
     """Freeze a step's module and put adapters of a rank beside its linear layers, all but the head; return the step.
 
-    The module itself is changed. ``numerics``: of the step; under autocast the frozen weights become the half type. Raises
-    InputError if there are no linear layers beside the head, or if they hold less than a quarter of the parameters.
+    The module itself is changed. ``numerics``: of the step; under autocast the frozen weights become the half type, and those
+    of the adapted layers have 4 bits if it says so. Raises InputError if there are no linear layers beside the head, or if they
+    hold less than a quarter of the parameters.
     """
     module = step.module
     module.requires_grad_(False)
+    half_type = getattr(torch, numerics.format.computes)
     if numerics.format.is_autocast:
-        module.to(getattr(torch, numerics.format.computes))
+        module.to(half_type)
     heads = {id(_logits_layer(part)) for part in module.modules()}  # id(None), of parts without one, is no layer's
-    replaced = 0
+    all_elements = sum(weight.numel() for weight in module.parameters())
+    adapted_elements = 0
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             sizes = _linear_sizes(child)
             if sizes is not None and id(child) not in heads:
-                setattr(parent, name, LoraLinear(child, *sizes, rank))
-                replaced += 1
-    if not replaced:
+                adapted_elements += sum(weight.numel() for weight in child.parameters())
+                base = _packed(child, *sizes, half_type) if numerics.loads_in_4bit else child
+                setattr(parent, name, LoraLinear(base, *sizes, rank))
+    if not adapted_elements:
         raise InputError("--lora", f"{step.name} has no linear layers beside its head", "leave it out")
-    elements = {name: weight.numel() for name, weight in module.named_parameters()}
-    # ``base`` is the frozen layer in a LoraLinear, which may be the model itself; the added dot finds its name there, too.
-    adapted_elements = sum(count for name, count in elements.items() if ".base." in f".{name}")
-    adapted_share = adapted_elements / sum(elements.values())
+    adapted_share = adapted_elements / all_elements
     if adapted_share < _LEAST_ADAPTED:
         held = f"hold {adapted_share:.0%} of its parameters"
         problem = f"the linear layers of {step.name} {held}: the rest would stay as it is"
         raise InputError("--lora", problem, "leave it out")
     return replace(step, module=module)
+
+
+def _packed(layer: nn.Module, inputs: int, outputs: int, computes: torch.dtype) -> nn.Module:
+    """Return a frozen linear layer of the same size whose weight has 4 bits an element, and which computes in a given type."""
+    [weight, *biases] = layer.parameters()
+    packed = Linear4bit(inputs, outputs, bool(biases), compute_dtype=computes, device=weight.device)
+    scales = packed.scales
+    del packed.scales  # of a traced module, what is no parameter must be a buffer to be recorded
+    packed.register_buffer("scales", scales)
+    return packed.requires_grad_(False)
 
 
 def _logits_layer(module: nn.Module) -> nn.Module | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -109,3 +111,79 @@ def test_eight_bit_states_are_a_byte_each_and_a_scale_for_every_block(precision:
         assert peak.parts["optimizer"] == pytest.approx(parameters * 2 * (1 + 4 / 256) / shards)
     kernels = update_of(curve.traced.at(4), "adamw-8bit").kernels
     assert kernels.moved_bytes.sum() == pytest.approx(parameters * (3 * width + 2 * 2 * (1 + 4 / 256)))
+
+
+def test_weights_of_4_bits_are_unpacked_for_every_product() -> None:
+    """QLoRA by hand: half a byte an element and a float32 scale for 64 of them; the unpacked weight is not kept."""
+    curve = work_of(make, Numerics("bf16", loads_in_4bit=True), None, RANK)
+    graph = curve.traced.at(4)
+    elements = WIDTH * HIDDEN
+    packed_bytes = elements * (0.5 + 4 / 64)
+    unpacked = [op for op, name in enumerate(graph.op_type) if name == "aten.dequantize"]
+    assert len(unpacked) == 3  # two forward; backward of the second alone, for the first layer's input has no gradient
+    assert graph.size_bytes[unpacked].tolist() == [packed_bytes + 2 * elements] * 3
+    half = work_of(make, Numerics("bf16"), None, RANK)
+    peaks = [each.peak(4, Sharding(kind="none"), "adam") for each in (curve, half)]
+    assert peaks[0] is not None
+    assert peaks[1] is not None
+    assert peaks[0].parts["parameters"] == elements + 4 * 2 * RANK * (WIDTH + HIDDEN)
+    saved_bytes = 2 * (2 * elements - packed_bytes) - 2 * elements  # at the peak one weight is unpacked
+    assert peaks[0].total_bytes == pytest.approx(peaks[1].total_bytes - saved_bytes, rel=0.02)
+
+
+SCRIPT = """
+import bitsandbytes as bnb
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Lora(nn.Module):
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.base = bnb.nn.Linear4bit(inputs, outputs, bias=False, compute_dtype=torch.bfloat16)
+        self.lora_a = nn.Parameter(torch.empty(8, inputs))
+        self.lora_b = nn.Parameter(torch.empty(outputs, 8))
+
+    def forward(self, x):
+        result = self.base(x)
+        return (result + F.linear(F.linear(x.float(), self.lora_a), self.lora_b) * 2.0).to(result.dtype)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = Lora(64, 256), Lora(256, 64)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+block = Block().cuda()
+optimizer = torch.optim.Adam(p for p in block.parameters() if p.requires_grad)
+x = torch.zeros(4, 64, device="cuda")
+while True:
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = block(x).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_script_with_bitsandbytes_holds_and_computes_as_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    row = dt.predict(["python", "train.py"], "A100").rows[0]
+    traced = dt.predict(make, "A100", batch_sizes=4, precision="bf16", lora=8, load_in_4bit=True).rows[0]
+    assert row.peak_memory_bytes == pytest.approx(traced.peak_memory_bytes, rel=0.02)
+    assert row.step_time_s == pytest.approx(traced.step_time_s, rel=0.1)
+
+
+def test_4_bits_are_for_frozen_weights_on_one_gpu() -> None:
+    with pytest.raises(
+        InputError, match="packs the weights that LoRA freezes, and all weights are trained; give --lora 16"
+    ):
+        dt.predict(make, "A100", load_in_4bit=True)
+    with pytest.raises(InputError, match="weights of 4 bits are not divided among GPUs"):
+        dt.predict(make, "A100", lora=8, load_in_4bit=True, tensor_parallel=2)
