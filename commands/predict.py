@@ -10,7 +10,7 @@ from typing import Annotated, Any, cast, get_args
 from ddltool.analyzers.answers.reporting.predict_section import predict_section
 from ddltool.analyzers.step.communication.fabrics import fabric_of
 from ddltool.analyzers.step.costs.model import cost_model, demand_float8
-from ddltool.analyzers.step.costs.numerics import least_that_fit, smaller_numerics
+from ddltool.analyzers.step.costs.numerics import least_that_fit, options_text, smaller_numerics
 from ddltool.analyzers.step.costs.parallel import parallel_curve
 from ddltool.analyzers.step.costs.predict import memory_limit_batch, predict_on, predicted_profile
 from ddltool.analyzers.step.costs.recorded import predict_recorded
@@ -168,7 +168,7 @@ def predict(
             loads_in_4bit=change.get("load_in_4bit", load_in_4bit),
         )
         rank = change.get("lora", lora)
-        with stage(f"trying {' '.join(f'{name} {value}' for name, value in change.items())}"):
+        with stage(f"trying {options_text(change)}"):
             work = work_of(cast(Source, source), new_numerics, sequence_length, rank, attention)
         work = parallel_curve(work, new_settings[0])
         pairs = zip(devices, new_settings, strict=True)

@@ -70,10 +70,14 @@ def least_that_fit(changes: Sequence[Change], fits: Callable[[Change], bool]) ->
                 fitting.append(change)
         except InputError:
             continue
-    return [" ".join(_option(name, value) for name, value in change.items()) for change in fitting]
+    return [options_text(change) for change in fitting]
 
 
-def _option(name: str, value: object) -> str:
-    """Return the option that gives a field a value: ``--lora 16``, or ``--load-in-4bit`` for one that is on or off."""
-    option = f"--{name.replace('_', '-')}"
-    return option if value is True else f"{option} {value}"
+def options_text(change: Change) -> str:
+    """Return the options that make a change, as on a command line.
+
+    >>> options_text({"lora": 16, "load_in_4bit": True})
+    '--lora 16 --load-in-4bit'
+    """
+    options = ((f"--{name.replace('_', '-')}", value) for name, value in change.items())
+    return " ".join(option if value is True else f"{option} {value}" for option, value in options)
