@@ -333,19 +333,22 @@ def _replay_setup(
 ) -> tuple[Setup, ClusterSpec, Mapping[str, Callable[[], SchedulingPolicy]]]:
     """Return (the settings of the replays, the cluster's nodes, a function that makes each policy, by the policy's name).
 
-    ``arguments``: those of :func:`simulate` by name; absent ones have its defaults. ``tell`` is called with each remark. Raises
-    InputError for settings that contradict each other, and for wrong or unreadable files.
+    ``arguments``: those of :func:`simulate` by name; absent ones have its defaults. Of use here are the files, ``policy``,
+    ``power`` (of Pollux's fitness), ``seed``, those of :func:`_node_failures`, and those that are fields of ``Options``.
+    ``tell`` is called with each remark. Raises InputError for settings that contradict each other, and for wrong or unreadable
+    files.
     """
     arguments = {**_DEFAULTS, **arguments}
     _check_dependent_arguments(arguments["policy"])
     models = _read_fitted_models(arguments["models"])
     cluster, folders = shipped_or(arguments["cluster"], arguments["traces"], tell, fitted=bool(models))
     machines = read_cluster(cluster)
-    power, delay_s, mixed = arguments["power"], arguments["restart_delay_s"], len(machines.type_names) > 1
-    makers = policies(arguments["policy"], power, delay_s, arguments["seed"], mixed=mixed)
-    playing = {name: arguments[name] for name in ("interval_s", "interference", "whole_seconds", "react")}
+    power, delay_s = arguments["power"], arguments["restart_delay_s"]
+    has_several_gpu_types = len(machines.type_names) > 1
+    makers = policies(arguments["policy"], power, delay_s, arguments["seed"], mixed=has_several_gpu_types)
+    replay_options = {name: arguments[name] for name in ("interval_s", "interference", "whole_seconds", "react")}
     failures = _node_failures(arguments, len(machines.gpus))
-    options = Options(restart_delay_s=delay_s, failures=failures, **playing)
+    options = Options(restart_delay_s=delay_s, failures=failures, **replay_options)
     prices = _prices(arguments["prices"], machines)
     setup = Setup(cluster=cluster, traces=folders, options=options, models=models, prices=prices, power=power)
     return setup, machines, makers

@@ -169,13 +169,13 @@ def numbers(
         # to_numeric turns "4" and true into numbers. That is right for a CSV: if one of its cells is no number, pandas leaves
         # all of them texts. A column that mixes texts with numbers, or whose texts are all numbers, is from JSON: there the
         # texts are refused, and shown with their quotes.
-        quoted = cells.map(lambda cell: isinstance(cell, (str, bool))).to_numpy(dtype=bool)
-        if not (quoted | cells.isna().to_numpy()).all() or np.isfinite(values[quoted]).all():
-            cells = cells.where(~(quoted & np.isfinite(values)), cells.map(repr))
-            values[quoted] = np.nan
-    is_valid = is_empty | np.isfinite(values) & (values >= minimum) & (values <= maximum) & (
-        (values == np.round(values)) | (not whole)
-    )
+        is_text_or_bool = cells.map(lambda cell: isinstance(cell, (str, bool))).to_numpy(dtype=bool)
+        has_numbers = not (is_text_or_bool | cells.isna().to_numpy()).all()
+        if has_numbers or np.isfinite(values[is_text_or_bool]).all():
+            cells = cells.where(~(is_text_or_bool & np.isfinite(values)), cells.map(repr))
+            values[is_text_or_bool] = np.nan
+    is_in_range = np.isfinite(values) & (values >= minimum) & (values <= maximum)
+    is_valid = is_empty | is_in_range & ((values == np.round(values)) | (not whole))
     if not is_valid.all():
         kind = "a whole number" if whole else "a number"
         limits = f"from {_plain(minimum)} to {_plain(maximum)}"

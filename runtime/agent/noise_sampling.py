@@ -53,18 +53,19 @@ class Norms(NamedTuple):
 
 
 def _terms(norms: Norms) -> NoiseTerms:
-    """Return the estimates that one observation makes; the host waits for its norms.
+    """Return the estimates of ``|G|^2`` and S that one observation makes; the host waits for its norms.
 
-    Raises InputError for norms that are not finite.
+    It has two squared norms for a small and a big batch, and three for a pair of steps (see :class:`Norms`). Raises
+    InputError for norms that are not finite.
     """
     squared_norms = norms.values.double().tolist()
     if len(squared_norms) == 2:
-        small_batch, big_batch = squared_norms
-        return noise_terms(small_batch, big_batch, norms.small, norms.big)
-    first, second, difference = squared_norms
+        small_sqr, big_sqr = squared_norms
+        return noise_terms(small_sqr, big_sqr, norms.small, norms.big)
+    first_sqr, second_sqr, difference_sqr = squared_norms
     # Of a pair of gradients a, b: |a - b|^2 = |a|^2 + |b|^2 - 2 a.b
-    inner_product = (first + second - difference) / 2
-    return differenced_terms(first, second, inner_product, norms.big)
+    inner_product = (first_sqr + second_sqr - difference_sqr) / 2
+    return differenced_terms(first_sqr, second_sqr, inner_product, norms.big)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -200,7 +200,7 @@ class ElasticTrainer:
         # (parameter, its gradient, the gradient's version) after a micro-batch; None after the last one of a turn.
         self._gradient_before: tuple[Tensor, Tensor, int] | None = None
         self._backward_passes = 0
-        self._counted_parameter = self._count_gradients() if accumulation > 1 else None
+        self._watched_parameter = self._watch_first_parameter() if accumulation > 1 else None
         self._unsaved_optimizer = ""  # the class of an optimizer that trains the model as well and would not be saved
         inner.register_step_pre_hook(self._before_update)
         inner.register_step_post_hook(self._after_update)
@@ -236,19 +236,19 @@ class ElasticTrainer:
         self._rows = TelemetryFile.of(path, self.processes.job, device)
         self._telemetry = StepRecorder(self._rows, cuda=self.device.type == "cuda")
 
-    def _count_gradients(self) -> Tensor:
-        """Register a hook that counts, in ``_backward_passes``, backward passes of the first trained parameter; return that.
+    def _watch_first_parameter(self) -> Tensor:
+        """Return the first trained parameter, after a hook on it that counts its backward passes in ``_backward_passes``.
 
         With accumulation, the count says how often its gradient may have changed (:meth:`_demand_same_gradients`).
         """
-        first = next(value for value in self._parameters.values() if value.requires_grad)
+        first_trained = next(value for value in self._parameters.values() if value.requires_grad)
 
-        def count(_: Tensor) -> None:
-            """Count one backward pass."""
+        def count_backward_pass(_: Tensor) -> None:
+            """Count a backward pass, which has just added to the parameter's gradient."""
             self._backward_passes += 1
 
-        first.register_post_accumulate_grad_hook(count)
-        return first
+        first_trained.register_post_accumulate_grad_hook(count_backward_pass)
+        return first_trained
 
     def _note_unsaved_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Note the class of ``optimizer`` if it trains the trainer's parameters and a checkpoint would lack its state.
@@ -433,11 +433,12 @@ class ElasticTrainer:
         The mean (:class:`OrderedMean`) averages a fixed set of parameters, so a changed set needs a new one. New
         parameters get process 0's values. Within a step no parameter may change, which :meth:`turn_done` checks.
         """
-        # torch raises a tensor's version with every change in place.
+        # torch adds 1 to a tensor's version with every change in place, so an equal sum means that nothing changed.
         self._versions = sum(value._version for value in self._parameters.values())
         if self._layout != self._present_layout():
-            broadcast(self._replace_parameters(), 0)
-            self._mean = self._new_mean(None, self._mean)
+            added_parameters = self._replace_parameters()
+            broadcast(added_parameters, 0)
+            self._mean = self._new_mean(buckets=None, before=self._mean)  # the next step divides them into buckets
 
     def turn_done(self, loss: Tensor | None = None) -> bool:
         """End a micro-batch after its backward pass, and the turn with its last one; return whether the step is complete.
@@ -508,7 +509,7 @@ class ElasticTrainer:
                 raise InputError("gradients", problem, "leave out zero_grad, and clip them when turn_done returns True")
         self._backward_passes = 0
         is_last_of_turn = self._micro_batches % self.settings.accumulation == 0
-        watched = self._counted_parameter
+        watched = self._watched_parameter
         if not is_last_of_turn and watched is not None and watched.grad is not None:
             self._gradient_before = watched, watched.grad, watched.grad._version
 

@@ -425,9 +425,10 @@ class EnforcingHook(Hook):
         """Return the sampler of this rank's planned batches, which follows :meth:`set_epoch`.
 
         ``shuffle`` and ``seed`` give the order of samples; ``drop_last`` leaves out an epoch's remainder; ``lengths``: (n,)
-        tokens of the dataset's samples, or None.
+        tokens of the dataset's samples, or None. Raises InputError without a dataset (:meth:`_given_dataset`), for one
+        without a length, and for lengths that do not fit it or differ between ranks (:meth:`_same_lengths`).
         """
-        dataset = self._given_dataset({})
+        dataset = self._given_dataset(options={})  # no options of a DataLoader, which could name a sampler of its own
         known_lengths = self._same_lengths(lengths, dataset)
         size = dataset_length(dataset)
         sampler = VariableBatchSampler(size, self._sizes, self.rank, shuffle, seed, drop_last, lengths=known_lengths)

@@ -90,22 +90,24 @@ class GivenLoader:
         self.samples = dataset_length(self.dataset)
 
     def order(self, epoch: int) -> Tensor:
-        """Return the indices of an epoch's samples in order, (samples,), the same on all ranks.
+        """Return the indices of an epoch's samples in order, (samples,), the same on all ranks; all call this together.
 
-        It is the order that the script's sampler has in one process. If the sampler may be random, every rank iterates
-        over it, so that all random streams advance alike, and rank 0's order is sent to all: all ranks call this
-        together.
+        It is the order that the script's sampler has in one process. A sampler's epoch is set only where ``epoch`` is
+        another than before, so that one which the script has set itself stays. If the sampler may be random, every rank
+        iterates over it, so that all random streams advance alike, and rank 0's order is sent to all.
         """
         if epoch != self._epoch and callable(set_epoch := getattr(self.sampler, "set_epoch", None)):
             set_epoch(epoch)
         self._epoch = epoch
         if isinstance(self.sampler, DistributedSampler):
-            return epoch_order(self.samples, self.sampler.shuffle, self.sampler.seed + self.sampler.epoch)
+            seed = self.sampler.seed + self.sampler.epoch  # what torch's own sampler shuffles by
+            return epoch_order(self.samples, self.sampler.shuffle, seed)
         if type(self.sampler) is SequentialSampler:
             return torch.arange(self.samples)
         indices = torch.tensor(list(self.sampler), dtype=torch.int64)
-        if self._job.side is not None:
-            dist.broadcast(indices, src=0, group=self._job.side)
+        gloo_group = self._job.side  # None: there is one process, whose own order it is
+        if gloo_group is not None:
+            dist.broadcast(indices, src=0, group=gloo_group)
         return indices
 
 

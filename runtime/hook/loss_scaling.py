@@ -302,25 +302,28 @@ class LossScaler:
         return counts
 
     def _counted_share(self) -> Share:
-        """Return the samples of this rank and of all, for a batch that is not of ddltool's loaders.
+        """Count a batch that is not of ddltool's loaders; return the samples of this rank and of all.
 
-        All ranks exchange their counts. Raises InputError, on all ranks, if the count of any is unknown.
+        All ranks exchange their counts. The tally of ``pending`` grows by them, and from now on :meth:`_own_count` takes
+        other sizes than planned, too. Raises InputError, on all ranks, if the count of any is unknown.
         """
         planned = None if self._sizes is None else self._sizes()[self._job.rank]
+        sizes = self.pending.announced_sizes or self.pending.input_sizes  # of this rank's forward passes
         if self._job.world_size == 1:
-            counts = [float(sum(self.pending.announced_sizes or self.pending.input_sizes))]
-        else:
+            counts = [float(sum(sizes))]  # only for telemetry: a single rank weights nothing
+        else:  # losses are weighted by the counts, so the sizes must tell this rank's exactly
             own_count = self._own_count(planned)
             counts = self._counts_of_ranks(-1 if own_count is None else own_count)  # -1: this rank does not know
         if min(counts) < 0:
-            sizes_text = ", ".join(map(str, self.pending.announced_sizes or self.pending.input_sizes)) or "missing"
+            sizes_text = ", ".join(map(str, sizes)) or "missing"
             problem = f"the batch cannot be counted by dimension 0 of the model's arguments ({sizes_text})"
             if planned is not None:
                 problem += f": planned are {planned} samples"
             remedy = f"call {self.name}.count_samples(n) before each forward, or {self.name}.loss(loss, count=n)"
             raise InputError("forward", problem, remedy)
         self._has_counted_a_step = True
-        share = Share(int(counts[self._job.rank]), sum(counts), len(set(counts)) == 1)
+        is_even = len(set(counts)) == 1
+        share = Share(samples=int(counts[self._job.rank]), total=sum(counts), even=is_even)
         self.pending.count(self._forwards_begun, share.samples, share.total)
         return share
 

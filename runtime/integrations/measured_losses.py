@@ -90,15 +90,16 @@ class LossKinds:
     def _weigh_alike(self, inputs: Any) -> bool:
         """Return whether all kinds that are still possible weight this batch the same, on every rank.
 
-        If they do, it does not matter yet which of them is right. All ranks call this together.
+        If they do, it does not matter yet which of them is right. A kind counts what its mean is over (samples or
+        labels), and weights a rank by its share of the count. All ranks call this together.
         """
         if len(self._kinds) == 1:
             return True
-        counts = counts_of(inputs)
+        counts = counts_of(inputs)  # by kind, of each row of this rank's batch
         own_counts = [float(counts[kind].sum()) if kind in counts else 0.0 for kind in self._kinds]
-        counts_by_rank = self._job.numbers(*own_counts)  # for each rank, its count by each of the kinds
-        totals = [sum(column) for column in zip(*counts_by_rank, strict=True)]
-        # A rank's weight by a kind is its count / total; equal fractions are compared by products, which are exact.
+        counts_by_rank = self._job.numbers(*own_counts)  # gathered from all ranks: of each, its counts by kind
+        totals = [sum(of_ranks) for of_ranks in zip(*counts_by_rank, strict=True)]  # by kind
+        # Compared with the first kind: count / total is equal where the products are, and these are exact.
         return all(
             rank_counts[0] * total == count * totals[0]
             for rank_counts in counts_by_rank

@@ -342,20 +342,26 @@ class _Campaign:
         }
 
     def _skipped(self) -> list[SkippedConfiguration]:
-        """Return the wanted configurations that were not measured, each with the reason."""
+        """Return the wanted configurations that were not measured, each with the reason.
+
+        One whose step time the curve through the measured batches of its series tells well enough gets that time, too.
+        """
         skipped = []
+        # With a fixed number of repeats each configuration is measured by itself, and none is left to the curve.
+        may_predict = self.request.repeats is None
         for replicas, steps in self.series:
             points = self._points(replicas, steps)
             for batch in sorted(self.wanted - set(points)):
                 prediction = predict(points, batch)
-                is_known = prediction.relative <= self.request.half_width and self.request.repeats is None
+                uncertainty = prediction.relative  # as a share of the step time
+                is_known = may_predict and uncertainty <= self.request.half_width
                 reason = "the budget was spent"
                 if batch > self.limit:
                     reason = f"memory ends at batch {self.limit}"
                 elif is_known:  # a batch is predicted only between two that were measured
                     low = max(measured for measured in points if measured < batch)
                     high = min(measured for measured in points if measured > batch)
-                    reason = f"known to {prediction.relative:.1%} from the curve between batch {low} and {high}"
+                    reason = f"known to {uncertainty:.1%} from the curve between batch {low} and {high}"
                 skipped.append(
                     SkippedConfiguration(
                         num_replicas=replicas,
@@ -408,9 +414,13 @@ def _serve(subject: Subject, rank: int, replicas: Sequence[int], pipe: Connectio
 
     First it sends True when it is ready, and while it measures None as a sign of life. The process group is never
     destroyed, because that would wait for peers that wait for this process.
+
+    ``subject``: what is measured; ``replicas``: all numbers of replicas that the campaign measures. There is a process
+    for each replica of the largest number.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo asks the host's name, which need not be this machine
-    worker = connect_replica(subject, replicas, rank, max(replicas), init_method=meeting_place())
+    world_size = max(replicas)
+    worker = connect_replica(subject, replicas, rank, world_size, init_method=meeting_place())
     pipe.send(True)  # torch is imported and the replicas are connected
     last_sign_s = time.monotonic()
 

@@ -146,9 +146,11 @@ def _measure_local(processes: int, measure: Measure, progress: Progress) -> list
 
 
 def _child(rank: int, measure: Measure, results: Connection) -> None:
-    """In a child process, measure as rank ``rank``, and send the list of pairs through ``results``.
+    """Measure as rank ``rank`` in a child process, and send what it measured through ``results``.
 
-    Rank 0 also sends progress as tuples (done, total).
+    That is a list of :class:`NetworkPair`: for each measured pair of ranks its latency in seconds and its bandwidth in
+    bytes per second. Before it, rank 0 sends its progress after each pair, as tuples (pairs done, pairs in total). ``measure``:
+    :func:`_measure_pairs` with the arguments that are the same for all ranks.
     """
     import torch
 
@@ -160,7 +162,8 @@ def _child(rank: int, measure: Measure, results: Connection) -> None:
         if rank == 0:
             results.send((done, total))
 
-    results.send(measure(rank, send_progress, init_method=meeting_place()))
+    init_method = meeting_place()  # the same in all children: a file in the folder that their parent has given them
+    results.send(measure(rank, send_progress, init_method=init_method))
 
 
 @contextlib.contextmanager

@@ -73,11 +73,11 @@ def islands_section(plan: IslandsPlan, name: str = "") -> Section:
 def _verdict(plan: IslandsPlan) -> Verdict:
     """Return the verdict: synchronise in every step if that is as fast, else every H steps, with the call that does it."""
     best = plan.best
-    meeting = plan.synchronous[0]
-    gain = faster_than(meeting.step_s / best.overlapped_s - 1)
+    synchronous = plan.synchronous[0]  # the fastest way comes first
+    gain = faster_than(synchronous.step_s / best.overlapped_s - 1)
     if plan.good_enough:
         answer = (
-            f"Synchronous is good enough: {meeting.text} takes {show_seconds(meeting.step_s)} a step, islands at best "
+            f"Synchronous is good enough: {synchronous.text} takes {show_seconds(synchronous.step_s)} a step, islands at best "
             f"{show_seconds(best.overlapped_s)} (H = {best.outer_every:,})."
         )
         return Verdict(
@@ -86,7 +86,7 @@ def _verdict(plan: IslandsPlan) -> Verdict:
             then="plan the devices of that step as one job",
             good=True,
         )
-    # By number of inner steps the devices of an island that makes them; equal islands share a call.
+    # Islands with equally many inner steps share a call, which names the devices of the last of them.
     devices_by_steps = {steps: one.devices for steps, one in zip(best.inner_steps, plan.islands, strict=True)}
     options = ""
     if plan.outer.fragments > 1:
@@ -101,7 +101,7 @@ def _verdict(plan: IslandsPlan) -> Verdict:
         calls.append(f"hook.outer(model, optimizer, every={steps}{options}){on_devices}")
     return Verdict(
         answer=f"Meet every {best.outer_every:,} steps: {show_seconds(best.overlapped_s)} a step, {gain} synchronous "
-        f"({meeting.text}); what it costs in loss is measured, not predicted.",
+        f"({synchronous.text}); what it costs in loss is measured, not predicted.",
         sure="predicted; the link as given",
         then=", ".join(calls),
     )

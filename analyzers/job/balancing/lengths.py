@@ -247,18 +247,19 @@ def speedup(today: TimedSteps, other: TimedSteps, paired: bool, seed: int) -> tu
 
 
 def regrouped(costs: Floats, ranks: int, total: int, window: int) -> Ints:
-    """Return an order (n,) of the samples, by their costs (n,), that puts the outliers of every ``window`` batches together.
+    """Return an order (n,) of the samples, as indices, that puts the outliers of every ``window`` batches together.
 
-    An outlier costs more than a rank has on average, so that all other ranks wait for it. ``ranks`` outliers in one batch wait
-    only for each other. The other samples follow, costliest first: each goes to the batch that it makes longer by least, and
-    among equal ones to that with the least cost so far. A sample stays within its span of ``window`` batches of ``total``
-    samples; samples after the last whole span keep their places.
+    A batch is ``total`` samples in a row, which ``ranks`` ranks divide among themselves; ``window`` batches make a span, within
+    which its samples are regrouped. An outlier costs more than a rank has of a batch on average, so that all other ranks wait
+    for it; ``ranks`` outliers in one batch wait only for each other. Then come the other samples, costliest first: each joins
+    the batch whose time grows least by it, and among equal ones that with the least cost so far. Samples after the last whole
+    span keep their places. ``costs``: (n,) of the samples, in any unit.
     """
     order = np.arange(len(costs))
     span = total * window  # samples
     for begin in range(0, len(costs) - span + 1, span):
-        members = _regrouped_span(costs[begin : begin + span], ranks, total, window)
-        order[begin : begin + span] = begin + np.concatenate([np.sort(batch) for batch in members])
+        batches = _regrouped_span(costs[begin : begin + span], ranks, total, window)  # indices from ``begin`` on
+        order[begin : begin + span] = begin + np.concatenate([np.sort(batch) for batch in batches])
     return order
 
 

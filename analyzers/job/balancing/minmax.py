@@ -230,12 +230,13 @@ def spread(curves: Curves, numbers: Sequence[int], total: int) -> tuple[Row, ...
     greedy_state = _fill_greedily(curves, counts, total)
     if greedy_state is None:
         return None
-    # (K,) a device's size just before the last samples end and then, and the samples that a type takes of these.
+    # (K,) each: the size of one device before the rule's end, its size if it takes all samples that end just then, and how
+    # many of these samples the devices of the type take together.
     sizes_before, sizes_at_end, extra_samples = greedy_state
-    # Of each type some devices have their size at the end, one may have a size in between, and the others that before.
+    # So of each type some devices take all (full), at most one takes a part, and the others none.
     full_devices, rest_samples = np.divmod(extra_samples, np.maximum(sizes_at_end - sizes_before, 1))
     partial_devices = np.minimum(rest_samples, 1)
-    # (K, 3): by type and by these three sizes, the number of devices and the size; a row for each pair with devices
+    # (K, 3) by type, and by full, partial or none: the number of devices and their size; each pair with devices makes a row
     devices = np.column_stack((full_devices, partial_devices, counts - full_devices - partial_devices))
     sizes = np.column_stack((sizes_at_end, sizes_before + rest_samples, sizes_before))
     type_indices, size_indices = np.nonzero(devices)
@@ -292,13 +293,15 @@ def _fill_greedily(curves: Curves, numbers: Counts, total: int) -> tuple[Counts,
 
 
 def _type_samples(numbers: Counts, sizes: Counts, total: int) -> Counts:
-    """Return (K,) samples of all devices of each type: ``numbers * sizes``.
+    """Return (K,) samples of all devices of each type: ``numbers * sizes``, where no size is above ``total``.
 
     Where products might overflow 64 bits, devices beyond those that make ``total`` samples are not counted, so that a sum
     reaches ``total`` if and only if the true sum does.
     """
-    if int(numbers.sum()) * total >= 2**62:
-        numbers = np.minimum(numbers, -(-total // np.maximum(sizes, 1)))
+    might_overflow = int(numbers.sum()) * total >= 2**62  # no sum of the products is larger than this one
+    if might_overflow:
+        enough_devices = -(-total // np.maximum(sizes, 1))  # rounded up
+        numbers = np.minimum(numbers, enough_devices)
     samples: Counts = numbers * sizes
     return samples
 

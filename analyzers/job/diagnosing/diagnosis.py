@@ -36,7 +36,7 @@ PLAIN_GAIN = 0.2
 # Random draws of a test against chance, and of a bootstrap.
 _DRAWS = 2000
 # Fewest slow steps of a named rank, and of one whose cost is obvious.
-_FEWEST_STEPS, _FEWEST_PLAIN = 3, 2
+_FEWEST_STEPS, _FEWEST_OBVIOUS = 3, 2
 # A slow link needs at least so many measured steps, and shows in at least this share of them.
 _FEWEST_LINK, _OFTEN = 5, 0.75
 # Share of the steps since the onset from which on slowness is persistent; share of all steps up to which it is a pause.
@@ -236,18 +236,23 @@ def _finding(
 def _holds_up(gains: Floats, row: int, step_s: Floats, slow: Flags) -> bool:
     """Return whether the rank at ``row`` holds the others up: its cost is large, far above the others', and not by chance.
 
+    A rank's cost is the share of the run that would be saved if it were as fast as the median of the others. An obvious cost
+    (``PLAIN_GAIN`` or more) needs fewer slow steps and is not tested against chance.
+
     Args:
-        gains: (R, K) seconds that each step would save by each rank.
+        gains: (R, K) seconds that each step would save if each rank were as fast as the median of the others.
+        row: index of the rank in ``gains``.
         step_s: (K,) step times in seconds.
-        slow: (K,) steps in which the rank is slow.
+        slow: (K,) whether the rank is slow in each step.
     """
-    costs = gains.sum(axis=1) / float(step_s.sum())
-    is_plain = costs[row] >= PLAIN_GAIN
-    fewest = min(_FEWEST_PLAIN if is_plain else _FEWEST_STEPS, len(step_s))
-    others = float(np.median(np.delete(costs, row)))
-    if costs[row] < LEAST_GAIN or costs[row] < TIMES_THE_OTHERS * others or int(slow.sum()) < fewest:
+    costs = gains.sum(axis=1) / float(step_s.sum())  # (R,)
+    is_obvious = costs[row] >= PLAIN_GAIN
+    fewest_slow_steps = min(_FEWEST_OBVIOUS if is_obvious else _FEWEST_STEPS, len(step_s))
+    others_cost = float(np.median(np.delete(costs, row)))
+    is_small = costs[row] < LEAST_GAIN or costs[row] < TIMES_THE_OTHERS * others_cost
+    if is_small or int(slow.sum()) < fewest_slow_steps:
         return False
-    if not is_plain and _chance_p_value(gains, row) > LEAST_CHANCE:
+    if not is_obvious and _chance_p_value(gains, row) > LEAST_CHANCE:  # chance alone makes such a cost too often
         return False
     return _sure_share(gains, row, step_s) >= LEAST_GAIN
 

@@ -227,12 +227,15 @@ _UNKNOWN = Prediction(step_time_s=math.nan, relative=math.inf)
 
 
 def predict(points: Mapping[int, Interval], batch: int) -> Prediction:
-    """Return the step time at ``batch``, midway between two bounds, from ``points``: batch -> measured step time in seconds.
+    """Return the step time at ``batch`` samples and its uncertainty, as a share of it, from measured step times.
 
-    One bound is the chord between the two neighbouring batches. The other is where the lines through the pairs of batches
-    below and above them meet ``batch``, and never below the lower neighbour's time. The uncertainty is half the distance
-    of the bounds plus the neighbours' own intervals. A measured batch keeps its own time and interval. The step time is
-    unknown outside the measured batches and with fewer than three of them.
+    It is midway between two bounds. One is the chord: the straight line between the two measured batches next to ``batch``. The
+    other comes from two lines that are extended to ``batch``: through the two measured batches below it, and through the two
+    above it. A curve that bends one way lies between these and the chord (:func:`_other_bound`). The uncertainty is half the
+    distance of the bounds, plus half the width of the neighbours' own intervals. A measured batch keeps its own time and
+    interval. The step time is unknown outside the measured batches and with fewer than three of them.
+
+    ``points``: batch size -> measured step time in seconds, with its interval.
     """
     measured = sorted(points)
     if batch in points:
@@ -247,12 +250,13 @@ def predict(points: Mapping[int, Interval], batch: int) -> Prediction:
     chord_s = _extend_line(points, lower, upper, batch)
     extended_s = [
         _extend_line(points, measured[left], measured[left + 1], batch)
-        for left in (upper_index - 2, upper_index)
+        for left in (upper_index - 2, upper_index)  # the left ends of the pairs below and above
         if 0 <= left < len(measured) - 1
     ]
     other_bound_s = _other_bound(chord_s, extended_s, points[lower].median, points[upper].median)
     middle_s = (chord_s + other_bound_s) / 2
-    return Prediction(step_time_s=middle_s, relative=(abs(chord_s - other_bound_s) / 2 + noise_s) / middle_s)
+    half_width_s = abs(chord_s - other_bound_s) / 2 + noise_s
+    return Prediction(step_time_s=middle_s, relative=half_width_s / middle_s)
 
 
 def _extend_line(points: Mapping[int, Interval], first_batch: int, second_batch: int, batch: int) -> float:

@@ -102,9 +102,10 @@ def _imported_table(path: Path, device: str | None, unnamed: str) -> tuple[pd.Da
     return import_table(frame, str(path), row_device), source
 
 
-# What `ddltool profile` always trains with: its rows name neither, and are recognised by these settings.
-_PROFILE = {"precision": "fp32", "optimizer": "sgd"}
-_PROFILE_SETTINGS = {"device", "warmup", "torch"}
+# What `ddltool profile` always trains with; its rows name neither.
+_PROFILE_TRAINS_WITH = {"precision": "fp32", "optimizer": "sgd"}
+# The names in `settings` by which its rows are recognised.
+_PROFILE_NAMES = {"device", "warmup", "torch"}
 # Names in the device column that do not say which device it is.
 _UNNAMED = {"", "cuda", "gpu"}
 # The hash of its file that a profile appends to the name of a model.
@@ -188,9 +189,12 @@ def _row_settings(row: Mapping[Any, Any], place: str) -> dict[str, str]:
     wrote it. Raises InputError for a row that was measured on a CPU; ``place`` names the row in the message.
     """
     options = dict(part.split("=", 1) for part in str(row.get("settings", "")).split(";") if "=" in part)
-    settings = dict(_PROFILE) if set(options) >= _PROFILE_SETTINGS else {}
-    for source in (options, row):
-        settings |= {name: source[name] for name in _PROFILE if isinstance(source.get(name), str) and source[name]}
+    is_from_profile = set(options) >= _PROFILE_NAMES
+    settings = dict(_PROFILE_TRAINS_WITH) if is_from_profile else {}
+    for source in (options, row):  # the later one counts; an empty cell is NaN or ""
+        for name in _PROFILE_TRAINS_WITH:
+            if isinstance(source.get(name), str) and source[name]:
+                settings[name] = source[name]
     if options.get("device") == "cpu":
         raise InputError(place, "was measured on a CPU", "measure on the GPU: ddltool profile --device cuda")
     return settings

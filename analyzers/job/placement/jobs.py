@@ -386,22 +386,25 @@ def _highest_floor(tables: Sequence[JobTable], counts: Ints, deadline: float) ->
     reached_index, barred_index = -1, len(floors)
 
     def try_floor(floor_index: int) -> bool | None:
-        """Return whether all jobs reach the floor at this index at once; None: neither found nor proven impossible.
+        """Return whether some sharing of the devices gives every job the share ``floors[floor_index]`` or more.
 
-        It keeps the best sharing so far, and the lowest floor that is proven impossible.
+        None: such a sharing is neither found nor proven impossible. Notes the best sharing so far, with the highest floor
+        that it reaches, and the lowest floor that is proven impossible.
         """
         nonlocal best_sharing, reached_index, barred_index
-        devices, bound = find_floor_sharing(tables, counts, float(floors[floor_index]))
-        if bound == -math.inf:
+        sharing, bound = find_floor_sharing(tables, counts, float(floors[floor_index]))
+        if bound == -math.inf:  # proven impossible
             barred_index = min(barred_index, floor_index)
             return False
-        if devices is None:
+        if sharing is None:
             return None
-        smallest_share = min(_shares_of(tables, devices))
+        # It may reach a higher floor, or a lower one where step times are grouped: a group counts with the share of its
+        # fastest step, and the devices may make its slowest one.
+        smallest_share = min(_shares_of(tables, sharing))
         attained_index = int(np.searchsorted(floors, smallest_share * (1 + _SAME), side="right")) - 1
-        if attained_index > reached_index:  # the sharing may reach more than this floor or, with grouped steps, less
+        if attained_index > reached_index:
             reached_index = attained_index
-            best_sharing = devices
+            best_sharing = sharing
         return True if reached_index >= floor_index else None
 
     try_floor(0)

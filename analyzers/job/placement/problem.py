@@ -274,7 +274,7 @@ def check_affordable(problem: Problem) -> None:
     if not _can_run_one_est(problem):
         # memory and price alone are to blame here; the other requirements are for each strategy to check
         basic = replace(problem, single_type=False, max_devices=None, min_throughput=None)
-        raise conflict_error(problem, minimal_conflict(basic, _can_hold_part))
+        raise conflict_error(problem, minimal_conflict(basic, _allows_plan))
 
 
 def _can_run_one_est(problem: Problem) -> bool:
@@ -282,15 +282,17 @@ def _can_run_one_est(problem: Problem) -> bool:
     return any(problem.affordable(device) for device in problem.devices)
 
 
-def _can_hold_part(problem: Problem) -> bool:
-    """Return whether memory and price allow a plan of a problem from which some requirements were dropped.
+def _allows_plan(problem: Problem) -> bool:
+    """Return whether memory and price allow a plan of a problem from which :func:`minimal_conflict` dropped requirements.
 
     An EST is a logical worker. With a price limit it is enough that one EST can run. Without one the memory must hold every
-    EST, so that a shortage of memory is not blamed on the price.
+    EST, so that a shortage of memory is not blamed on the price; a device whose memory sets no limit holds any number, so there
+    it is enough, too, that one can run.
     """
-    limited = all(device.memory_ests is not None for device in problem.devices)
-    if problem.max_price_micro is None and limited:
-        return sum(device.count * (device.memory_ests or 0) for device in problem.devices) >= problem.max_workers
+    memory_limits_all = all(device.memory_ests is not None for device in problem.devices)  # None: any number fits
+    if problem.max_price_micro is None and memory_limits_all:
+        ests_in_memory = sum(device.count * (device.memory_ests or 0) for device in problem.devices)
+        return ests_in_memory >= problem.max_workers
     return _can_run_one_est(problem)
 
 

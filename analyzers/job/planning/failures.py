@@ -122,16 +122,18 @@ class Failures:
     def spread_s(self, devices: int, run_s: float) -> float:
         """Return the standard deviation in seconds of the time of a run that takes ``run_s`` on average.
 
-        Failures are a Poisson process. Each one costs the restart, the write, and a uniformly distributed part of the time from
-        one checkpoint to the next; of such a sum the variance is the rate times the mean square of a cost.
+        Failures are a Poisson process. Each one costs the restart, what was trained while the last checkpoint was still being
+        written (``write_s``), and a uniformly distributed part of the time from one checkpoint to the next, which includes the
+        stop for a checkpoint (``checkpoint_s``). The variance of the sum of such costs is the number of failures to expect
+        times the mean square of a cost.
         """
-        job_mtbf_s = self.mtbf_s / devices
+        job_mtbf_s = self.mtbf_s / devices  # the job stops when the first of its devices fails
         interval_s = self.interval_s(devices)
+        # Without checkpoints at intervals nothing is repeated: they are made at a failure's notice, or no device fails.
         period_s = interval_s + self.checkpoint_s if interval_s < math.inf else 0.0
         mean_cost_s = period_s / 2 + self.write_s + self.restart_s
-        mean_square_cost = (
-            mean_cost_s**2 + period_s**2 / 12
-        )  # the variance of a uniform distribution is its width^2 / 12
+        cost_variance = period_s**2 / 12  # s^2; that of a uniform distribution is its width^2 / 12
+        mean_square_cost = mean_cost_s**2 + cost_variance
         return math.sqrt(run_s / job_mtbf_s * mean_square_cost)
 
     def remedies(self, devices: int) -> Mapping[str, tuple[float, int]]:

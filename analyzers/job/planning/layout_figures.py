@@ -532,9 +532,10 @@ class LayoutFigures:
     def _saved_on_host(
         self, used: Mapping[str, int], sharding: Sharding, recompute: str, passes: int, sizes: Mapping[str, int]
     ) -> SavedOnHost | None:
-        """Return the activations that blocks save on a host; None where they save none there.
+        """Return what a step's activations cost that blocks save on the hosts; None where they save none there.
 
-        Each figure is that of the device type with the largest one. ``sizes``: device type -> samples of a step on one device.
+        The memory is in bytes of a host, for all of its devices; the copied bytes and the seconds of waiting are of one device.
+        Each figure is that of the device type where it is largest. ``sizes``: device type -> samples of a step on one device.
         """
         by_type = list[SavedOnHost]()
         for name, step_samples in sizes.items():
@@ -543,6 +544,7 @@ class LayoutFigures:
             if not saving.on_host:
                 return None
             work = self._work(sharding)
+            # Without recomputation, whose time ``copies`` itself adds to that of the pass.
             timed = self._timed_pass(name, size, "none", sharding).graph
             lifetimes = work.lifetimes(size)
             link_bytes_per_s = host_link_bytes_per_s(self.kinds[name].model.device)
@@ -561,7 +563,8 @@ class LayoutFigures:
                     waits_s=passes * sum(float(waits_s.sum()) for waits_s in copies.waits()),
                 )
             )
-        return SavedOnHost(**{name: max(getattr(one, name) for one in by_type) for name in SavedOnHost.model_fields})
+        figures = SavedOnHost.model_fields
+        return SavedOnHost(**{figure: max(getattr(saved, figure) for saved in by_type) for figure in figures})
 
     def _saving(self, recompute: str, size: int, sharding: Sharding) -> Saving:
         """Return which activations each block keeps for the backward pass, in a pass of ``size`` samples.

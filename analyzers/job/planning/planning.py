@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
@@ -229,8 +229,10 @@ def _compression_figures(
         remedy = "give --bandwidth or name links, and a model or --graph"
         raise InputError("--compress", "nothing is known of the gradients and their network", remedy)
     memory_bytes_per_s = job_inputs.slowest_memory(job, str(job_file), counts)
-    pass_s = max((row.compute_s or 0.0) / (row.accumulation_steps + 1) for row in plan.assignments)
-    return communication.compressed(counts, pass_s or plan.iteration_s, compression, memory_bytes_per_s)
+    # ``accumulation_steps`` counts the passes before the last one of a step; gradients are exchanged in the last one.
+    slowest_pass_s = max((row.compute_s or 0.0) / (row.accumulation_steps + 1) for row in plan.assignments)
+    pass_s = slowest_pass_s or plan.iteration_s  # where the compute is not known, the whole iteration counts as compute
+    return communication.compressed(counts, pass_s, compression, memory_bytes_per_s)
 
 
 def _devices_per_node(job: Job, job_file: Path, plan: Plan, options: PlanOptions) -> dict[str, int] | None:
@@ -348,11 +350,7 @@ def _with_speeds(
     run_factors: Mapping[str, float] = {}  # measured compute over that of the fit, by device type
     if run is not None:
         measured_per_s, run_factors = measured_speeds(run, job.batch_size, knowledge.curves)
-    offered = {offer.type for offer in job.devices}
-    unoffered = sorted(set(measured_per_s) - offered)
-    if unoffered:
-        problem = f"is of device {unoffered[0]!r}, which the job does not offer"
-        raise InputError(str(options.telemetry), problem, f"types there: {', '.join(sorted(offered))}")
+    _demand_offered(job, measured_per_s, str(options.telemetry))
     unmeasured = [offer for offer in job.devices if offer.type not in measured_per_s]
     with_given_speed = [offer for offer in job.devices if offer.capability_per_s or offer.profile or offer.goodput]
     # Measured types are predicted too where the job can, because that shows how far predictions are off.
@@ -363,6 +361,7 @@ def _with_speeds(
         predicted_per_s = job_inputs.capabilities_of(predicted_job, job_file.parent, str(job_file), options.tell)
     combined = combine(measured_per_s, predicted_per_s)
     capabilities = combined.capabilities
+    # By type whose prediction was scaled (those with an error): how many times as long as predicted its compute takes.
     scaled_factors = {name: predicted_per_s[name] / capabilities[name] for name in combined.errors}
     knowledge = replace(knowledge, errors={**knowledge.errors, **combined.errors}, remark=combined.remark)
     if knowledge.layouts is not None:
@@ -371,6 +370,15 @@ def _with_speeds(
     if run is not None:
         knowledge = with_run(knowledge, run, {**scaled_factors, **run_factors})
     return knowledge, capabilities
+
+
+def _demand_offered(job: Job, measured: Iterable[str], where: str) -> None:
+    """Raise InputError if one of the ``measured`` device types is not offered by the job; ``where``: the measurement's file."""
+    offered = {offer.type for offer in job.devices}
+    unoffered = sorted(set(measured) - offered)
+    if unoffered:
+        problem = f"is of device {unoffered[0]!r}, which the job does not offer"
+        raise InputError(where, problem, f"types there: {', '.join(sorted(offered))}")
 
 
 def _with_checkpoint(job: Job, job_file: Path, options: PlanOptions) -> PlanOptions:

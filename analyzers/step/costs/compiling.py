@@ -144,21 +144,23 @@ def compiled_lifetimes(lifetimes: TensorLifetimes, *, blocks_only: bool = False)
 
 
 def compiled_storages(graph: Graph, recorded: Recorded) -> Recorded:
-    """Return a recorded step's storages under ``torch.compile``.
+    """Return ``recorded`` with its storages' bytes and lives as they are under ``torch.compile``.
 
-    Those that no kernel writes to memory have 0 bytes, and activations are freed after their last use by a kernel. ``graph``
-    and ``recorded`` are of the same step, recorded without ``torch.compile``. A place is the index of a compute op among these.
+    A storage that no kernel writes to memory gets 0 bytes, and an activation is freed after its last use by a kernel. ``graph``
+    and ``recorded`` are of the same step, recorded without ``torch.compile``. A place is the position of an op among the
+    compute ops of the graph.
     """
     is_compute = graph.kind == COMPUTE
-    places = np.where(is_compute, np.cumsum(is_compute) - 1, -1)
-    made = np.array(recorded.made)
-    freed = np.array([-1 if place is None else place for place in recorded.freed])  # -1: it outlives the step
+    places = np.where(is_compute, np.cumsum(is_compute) - 1, -1)  # (n,) of each op; -1: it is a transfer
+    made = np.array(recorded.made)  # (s,) the place at which each storage is made
+    # (s,) the last place at which each storage lives; -1: it outlives the step
+    freed = np.array([-1 if place is None else place for place in recorded.freed])
     size = np.array(recorded.storage_bytes)
     is_activation = _flags(part == "activations" for part in recorded.parts) & (freed >= 0)
     last_use, is_written = _lives_when_compiled(fuse(graph), places, made, freed, size, is_activation)
     return replace(
         recorded,
-        freed=tuple(
+        freed=tuple(  # None stays None: a storage that outlives the step does so compiled, too
             None if old is None else place for place, old in zip(last_use.tolist(), recorded.freed, strict=True)
         ),
         storage_bytes=tuple(np.where(is_written, size, 0.0).tolist()),

@@ -279,12 +279,18 @@ class _Stack:
             yield replace(constants, units=units), generation_column + unit_index
 
     def _constants(self, belief: Belief) -> Constants:
-        """Return the belief's constants for all kernels at once: ``units`` are arrays (kernels,), by each one's generation."""
-        units_by_generation = [belief.at(name).units for name in self.generations]
+        """Return the belief's constants for all kernels at once.
+
+        ``units`` has an array (kernels,) by unit: for each kernel, the factor of its device's generation. All other constants
+        are those of the belief, which all generations share.
+        """
+        # (kernels,) the index in ``generations`` of each kernel: that of its case.
         generation_of_kernel = self.generation[self.case]
-        units = {
-            unit: np.array([factors[unit] for factors in units_by_generation])[generation_of_kernel] for unit in UNITS
-        }
+        factors_by_generation = [belief.at(name).units for name in self.generations]
+        units = {}
+        for unit in UNITS:
+            factors = np.array([factor_of[unit] for factor_of in factors_by_generation])  # (generations,)
+            units[unit] = factors[generation_of_kernel]
         return replace(belief.constants, units=units)  # type: ignore[arg-type]
 
     def _kernels_s(self, constants: Constants) -> Floats:
@@ -353,7 +359,7 @@ def fit(cases: Sequence[Case], prior: Belief, *, first: Belief | None = None, ro
     """
     if not cases:
         raise ValueError("no cases to fit")
-    stack = _Stack(cases)
+    stack = _Stack(cases)  # predicts the steps of all cases at once
     generations, settings = stack.generations, stack.settings
     prior_logs = _to_vector(prior, generations, settings)
     first_logs = prior_logs if first is None else _to_vector(first, generations, settings)
@@ -385,12 +391,15 @@ def fit(cases: Sequence[Case], prior: Belief, *, first: Belief | None = None, ro
         return weighted
 
     def jacobian(logs: Floats) -> Floats:
-        """Return (cases + free, free) the derivatives of the residuals by ``logs`` (free,)."""
+        """Return (cases + free, free) the derivatives of :func:`residuals` by ``logs``, (free,), in the same order."""
         belief = belief_at(logs)
+        log_slopes = stack.slopes(belief)[:, is_free]  # (cases, free) d log(predicted) / d log(constant)
+        # By the chain rule: an error e has its case's weight, and the derivative of the softened error by e is
+        # sqrt((1 + r) / 2) / r, with r = sqrt(1 + e^2).
         roots = np.sqrt(1.0 + errors(belief) ** 2)
-        # The derivative of the softened error by the error e, with r = sqrt(1 + e^2): sqrt((1 + r) / 2) / r.
-        case_rows = stack.slopes(belief)[:, is_free] * (weights * np.sqrt((1.0 + roots) / 2.0) / roots)[:, None]
-        return np.concatenate([case_rows, np.diag(1.0 / spread[is_free])])
+        softened_weights = weights * np.sqrt((1.0 + roots) / 2.0) / roots  # (cases,)
+        prior_rows = np.diag(1.0 / spread[is_free])  # of the distances from the prior
+        return np.concatenate([log_slopes * softened_weights[:, None], prior_rows])
 
     solution = least_squares(residuals, first_logs[is_free], jac=jacobian, max_nfev=rounds, x_scale="jac", ftol=1e-5)
     return belief_at(solution.x)

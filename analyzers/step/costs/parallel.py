@@ -368,20 +368,22 @@ class Stages:
         return reads | (makes & ~is_sent_away), is_sent
 
     def restarts(self, graph: Graph) -> list[int]:
-        """Return the indices of the ops with which a piece's forward or backward pass begins, without the very first one.
+        """Return the indices of the ops with which a piece's forward or backward pass begins, except the very first one.
 
-        Before such an op the GPU and its host wait for another stage's tensor, so that the host has issued nothing ahead.
+        Before such an op the GPU and its host wait for another stage's tensor. So the host has issued nothing ahead, and both
+        start again together: hence the name. ``graph``: a rank's pass through all stages.
         """
         if self.pieces == 1:
             return []
-        life = self.lifetimes
-        place_of = {node: place for place, node in enumerate(life.traced.program.nodes)}
+        first_backward_place = self.lifetimes.backward
+        traced = self.lifetimes.traced
+        place_of = {node: place for place, node in enumerate(traced.program.nodes)}
         passes: list[tuple[int, tuple[int, bool]]] = []  # (op, (its piece, whether it is of the forward pass))
         for op, name in enumerate(graph.names):
-            node = life.traced.nodes.get(name)
-            if node is not None:
+            node = traced.nodes.get(name)
+            if node is not None:  # a compute op; transfers have no node
                 place = place_of[node]
-                passes.append((op, (int(self.piece_at[place]), place < life.backward)))
+                passes.append((op, (int(self.piece_at[place]), place < first_backward_place)))
         return [op for (_, pass_before), (op, own_pass) in pairwise(passes) if pass_before != own_pass]
 
     def by_stage(self, values: Floats) -> Floats:
@@ -441,23 +443,26 @@ class Stages:
         return of_pieces(slice(0, backward)), of_pieces(slice(backward, None))
 
     def transfer_s(self, size: Floats, fabric: Fabric, placement: Placement) -> float:
-        """Return the seconds to send one micro-batch's activations from a stage to the next.
+        """Return the seconds to send one micro-batch's activations from a stage to the next; 0 for a pipeline of one GPU.
 
-        Each rank of a tensor group sends its part, and gathers the others' parts on arrival; under sequence parallelism its
-        part is all that it needs. On several nodes, the GPUs of a node share its network card. ``size``: (s,) bytes of the
-        storages. ``placement``: how many replicas and nodes there are.
+        They are the mean over all places where the model is cut into pieces. The ranks of a tensor group hold the same
+        activations: each sends a part of them, and gathers the others' parts on arrival. Under sequence parallelism a rank
+        holds, sends and needs its own part only. On several nodes, the GPUs of a node share its network card. ``size``: (s,)
+        bytes of the storages, as a rank holds them. ``placement``: how many replicas and nodes there are.
         """
         if self.layout.pipeline == 1:
             return 0.0
         layout, gpus_of_stage = self.layout, self.layout.tensor * placement.num_replicas
-        sent_bytes = float(size[self.sent].sum()) / max(self.pieces - 1, 1)
-        part_bytes = sent_bytes / (1 if layout.sequence else layout.tensor)
+        cuts = max(self.pieces - 1, 1)
+        held_bytes = float(size[self.sent].sum()) / cuts  # by a rank, of what one cut passes on
+        part_bytes = held_bytes / (1 if layout.sequence else layout.tensor)
         crosses_nodes = placement.num_nodes > 1
         bytes_per_s_each = fabric.between.bytes_per_s / min(fabric.gpus_per_node, gpus_of_stage)
         shared_fabric = replace(fabric, between=replace(fabric.between, bytes_per_s=bytes_per_s_each))
-        link = shared_fabric.over(2, 2 if crosses_nodes else 1)
-        gather_s = 0.0 if layout.sequence else fabric.over(layout.tensor).all_gather_s(sent_bytes)
-        return link.collective_s("broadcast", part_bytes) + gather_s
+        sender_and_receiver = shared_fabric.over(2, 2 if crosses_nodes else 1)
+        send_s = sender_and_receiver.collective_s("broadcast", part_bytes)  # to one receiver it is a plain send
+        gather_s = 0.0 if layout.sequence else fabric.over(layout.tensor).all_gather_s(held_bytes)
+        return send_s + gather_s
 
     def units(self, stage: int, graph: Graph, size: Floats) -> tuple[Unit, list[Unit]]:
         """Return (root, blocks): the units that ``fully_shard`` gathers on a stage, with their bytes and seconds.

@@ -417,14 +417,15 @@ def _predict_row(
 def products_s(graph: Graph, device: Device) -> float:
     """Return the seconds that all products of a graph would take at the device's dense peak; MFU is this over a step's seconds.
 
-    Products are matrix products, convolutions, attention and recurrent layers. In ``fp32``, convolutions and recurrent layers
-    may use TF32 and are counted at its peak; products in float8 are counted at the peak of float8. Products that checkpoints
-    compute again are left out.
+    Products are matrix products, and convolutions, attention and recurrent layers, which consist of them. In ``fp32``,
+    convolutions and recurrent layers may use TF32 and are counted at its peak; products in float8 are counted at the peak of
+    float8. Products that checkpoints compute again are left out.
     """
     computes = precision_of(graph.meta.get("precision")).computes
     peak = device.peak_for(computes)
     convolution_peak = device.peak_for("tf32") if computes == "float32" else peak
     is_recomputed = np.array([name.startswith(RECOMPUTED) for name in graph.names], dtype=bool)
+    # A row of ``gemm`` is (count, m, n, k); m is 0 for an op without matrix products, and for a transfer.
     is_product = (graph.gemm[:, 1] > 0) & ~is_recomputed
     op_kinds = [op_type.rpartition(".")[2] for op_type in graph.op_type]
     is_convolution = is_product & np.array(

@@ -244,18 +244,18 @@ class _Divider:
                 self.split.setdefault(source, "columns")
 
     def _split_product(self, node: Node, weight: Node, how: str) -> None:
-        """Note ``how`` a product's weight is split: by "rows", "columns" or "vocabulary".
+        """Note that the ``weight`` of the product ``node`` is split by "rows", "columns" or "vocabulary" (``how``).
 
         Its bias is split alike, except by rows: then it is added once, to the completed sum. The width of a product that is
-        split by columns is noted in ``widths``. ``node``: the product.
+        split by columns is noted in ``widths``, for messages under the name of its layer, such as "columns of q_proj".
         """
         self.split[weight] = how
         if how == "rows":
             return
         self.split |= {source: how for source in node.all_input_nodes if self._is_bias(source)}
         if how == "columns":
-            module = self.parameters[weight].rpartition(".")[0].rpartition(".")[2]
-            self.widths[f"columns of {module}"] = _width(node)
+            layer = self.parameters[weight].rpartition(".")[0]  # such as layers.0.attention.q_proj
+            self.widths[f"columns of {layer.rpartition('.')[2]}"] = _width(node)
 
     def _split_vocabulary(self) -> None:
         """Split by vocabulary the largest embedding outside the blocks, and the head, which makes a logit for each of its rows.
@@ -375,7 +375,9 @@ class _Divider:
         Views, casts and linear ops do, and so do sums of partial sums. ``parts``: those of its inputs that are partial sums.
         """
         name, is_forward = base_name(node.target), self.place_of[node] < self.backward
-        if name in _ADDED:  # in the backward pass, gradients are added before they are exchanged
+        if name in _ADDED:
+            # The backward pass adds the gradients of one tensor one by one, and a whole one (past a residual) may come first.
+            # A single exchange follows their sum, for which it is enough that the whole one counts on one rank only.
             return len(parts) == len(node.all_input_nodes) or not is_forward
         return name in PASSING or name in _LINEAR or (is_forward and name in _LINEAR_FORWARD)
 

@@ -248,14 +248,17 @@ def _without_weights(module: Any) -> None:
 
 
 def _blank_digits(module: Any) -> None:
-    """Fill MNIST, and the data sets that derive from it, with blank images where their files are missing.
+    """Let MNIST, and the data sets that derive from it, have blank images where their files are missing.
 
     ``module`` is ``torchvision.datasets.mnist``.
     """
     import numpy as np
 
     def fill(dataset: Any) -> None:
-        """Give a data set black images and labels that run through the ten classes."""
+        """Give a data set black images, (samples, 28, 28), and labels that run through the ten classes.
+
+        :func:`_blank` calls it with each new data set whose files are missing and which the script asks to download.
+        """
         samples = _DIGIT_SAMPLES["train" if dataset.train else "test"]
         dataset.data = torch.from_numpy(np.zeros((samples, 28, 28), dtype=np.uint8))
         dataset.targets = torch.from_numpy(np.arange(samples) % 10)

@@ -95,7 +95,7 @@ def overlay(scratch: Path) -> None:
     builtins.open = io.open = open_redirected
     os.open = os_open_redirected
     for name in ("mkdir", "remove", "unlink", "rmdir", "symlink", "chmod", "utime", "truncate"):
-        _redirect(name, overlaid, existing=name != "mkdir")
+        _redirect(name, overlaid, changes_existing=name != "mkdir")
     for name in ("stat", "lstat", "statvfs", "listdir", "scandir", "access"):
         setattr(os, name, _reader_from_scratch(getattr(os, name), overlaid))
     for name in ("rename", "replace"):
@@ -103,24 +103,24 @@ def overlay(scratch: Path) -> None:
     torch.save = lambda *_, **__: None
 
 
-def _redirect(name: str, overlaid: Overlay, existing: bool) -> None:
-    """Let the function ``os.<name>``, which changes the file or folder at a path, work in the scratch folder.
+def _redirect(name: str, overlaid: Overlay, changes_existing: bool) -> None:
+    """Replace ``os.<name>``, which makes or changes the file or folder at a path, by one that works in the scratch folder.
 
-    ``existing``: the function needs something to be at the path. It then does nothing, and raises nothing, where only
-    the disk has something there.
+    ``changes_existing``: whether the function changes what is at the path, as ``os.remove`` does; ``os.mkdir`` makes it.
     """
     real = getattr(os, name)
 
     def run_redirected(path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the function in the scratch folder, or on the disk for a path that is not redirected.
+        """Run ``os.<name>`` at the path's place in the scratch folder; a path that is not redirected is changed on the disk.
 
-        Raises FileExistsError for a folder to be made that the disk has already.
+        A call to change what the scratch folder does not have is ignored: it does nothing and raises nothing, so that the
+        disk stays as it is and the script goes on. Raises FileExistsError for a folder to be made that is there already.
         """
         target = overlaid.path_to_write(path)
-        if target is path:
+        if target is path:  # not redirected
             return real(path, *args, **kwargs)
-        if existing and not _lexists(target):
-            return None  # what the disk holds stays there
+        if changes_existing and not _lexists(target):  # at most the disk has it
+            return None
         if name == "mkdir" and os.path.isdir(path):
             raise FileExistsError(_FILE_EXISTS, "File exists", os.fspath(path))
         return real(target, *args, **kwargs)

@@ -122,17 +122,22 @@ class _CostTable:
         """By the number that copies of one call share (``RecordedCall.copied``), the index of their cost."""
 
     def index_of(self, node: Node, call: RecordedCall) -> int:
-        """Return the index in ``costs`` of a call's cost, which is added where it is new; ``node``: the call's node."""
-        if call.copied is not None and call.copied in self._index_of_copied:
-            return self._index_of_copied[call.copied]  # saves working out what a copy's cost depends on
+        """Return the index in ``costs`` of a call's cost, which is added where it is new; ``node``: the call's node.
+
+        Two tables save work. Copies of one call (the same call of a repeated block, which have one number ``copied``) cost the
+        same, which one look-up of that number tells. Any other call's :class:`Issued` is made, and costed if it is new.
+        """
+        copies_number = call.copied  # None: it is no copy
+        if copies_number is not None and copies_number in self._index_of_copied:
+            return self._index_of_copied[copies_number]
         cost_key = issued(node)
         index = self.index_of_issued.get(cost_key)
         if index is None:
             index = len(self.costs)
             self.index_of_issued[cost_key] = index
             self.costs.append(cost_of(cost_key))
-        if call.copied is not None:
-            self._index_of_copied[call.copied] = index
+        if copies_number is not None:
+            self._index_of_copied[copies_number] = index
         return index
 
 

@@ -469,12 +469,12 @@ _PADDING: dict[str, Any] = {
 
 
 def _xformers() -> dict[str, Any]:
-    """Return what xformers holds, by dotted names: its attention and its causal mask."""
+    """Return the stand-ins for what scripts use of xformers, by dotted names: attention, causal mask, and ``unbind``."""
     return {
         "xformers.ops.memory_efficient_attention": efficient_attention,
         "xformers.ops.LowerTriangularMask": LowerTriangularMask,
         "xformers.ops.fmha.attn_bias.LowerTriangularMask": LowerTriangularMask,
-        "xformers.ops.unbind": torch.unbind,
+        "xformers.ops.unbind": torch.unbind,  # xformers' own may spare a copy in the backward pass
     }
 
 

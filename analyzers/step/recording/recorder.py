@@ -42,8 +42,8 @@ _PARTS = "_ddltool_parts"
 """The attribute of a sparse tensor that holds its indices and values, which torch's fake sparse tensors lack."""
 _ROWS_ARGUMENT = {"embedding_backward": 2, "_embedding_bag_backward": 6}
 """The index of the number of an embedding's rows among the arguments of its gradient."""
-_TO_SPARSE_ARGUMENT = 3
-"""So many arguments after it comes whether the gradient is sparse."""
+_FROM_ROWS_TO_SPARSE = 3
+"""How many arguments after that one comes the flag whether the gradient is sparse."""
 _IMAGE_ARGUMENT = {"convolution": 0, "convolution_backward": 1}
 """The index of a convolution's image among its arguments; the weight follows it."""
 LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -285,13 +285,14 @@ class Recorder(TorchDispatchMode):
     def _without_running(self, func: Any, name: str, args: tuple[Any, ...], tensors: list[Tensor]) -> Any:
         """Return the result of an op on fake tensors if it is known without running the op; NotImplemented otherwise.
 
-        These are sparse gradients of embeddings, reads of single values, and handles of asynchronous collectives.
+        These are sparse gradients of embeddings, reads of single values, and handles of asynchronous collectives. ``name``:
+        the op's, without overload; ``tensors``: those among its arguments.
         """
         if name in _ROWS_ARGUMENT:
-            is_sparse = args[_ROWS_ARGUMENT[name] + _TO_SPARSE_ARGUMENT]
-            if is_sparse:
+            sparse_argument = _ROWS_ARGUMENT[name] + _FROM_ROWS_TO_SPARSE
+            if args[sparse_argument]:
                 return self._sparse_gradient(name, args)
-        if func in _READS:
+        if func in _READS:  # of its only argument
             return self._assumed_value(tensors[0])
         if name == "_wrap_tensor_autograd":
             from torch.distributed._functional_collectives import AsyncCollectiveTensor

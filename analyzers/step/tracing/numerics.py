@@ -57,8 +57,9 @@ class Numerics:
     def cast(self, value: Tensor) -> Tensor:
         """Return a parameter, buffer or input in the type and layout in which the module gets it.
 
-        A gathered float32 parameter (:attr:`gathered`) becomes the half type; images and filters may get their
-        channels last.
+        The type is that in which the precision keeps parameters (:meth:`kept`); where ``fully_shard`` gathers in the half
+        type (:attr:`gathered`), float32 becomes that. Integers keep their type. Images and filters may get their channels
+        last.
         """
         value = self.kept(value)
         if self.gathered and self.format.is_autocast and value.dtype == torch.float32:
