@@ -91,7 +91,7 @@ from ddltool.plans import Plan
 from ddltool.precision import NAMES, precision_name
 from ddltool.shipped import calibration, known_devices
 from ddltool.stages import Stage, Tell, log_remark, quietly
-from ddltool.units import counted, parse_bandwidth, parse_duration
+from ddltool.units import counted, parse_bandwidth, parse_duration, show_hours, show_money, show_seconds
 
 
 @verb
@@ -239,6 +239,8 @@ def plan(
         if devices is None:
             raise InputError("--devices", "is missing", "name those of a node, such as 8xH100")
         check_outputs([str(job)] if isinstance(job, str) else [], {"-o": output})
+        run_samples = total_samples(samples, epochs, tokens)
+        _demand_length(Goal(samples=run_samples if tokens is None else tokens, deadline_s=deadline_s, budget=budget))
         offers = offered(devices)
         prices = {} if price is None else read_prices(price, [offer.type for offer in offers])
         network = {"link": link, "nic": nic, "bandwidth": bandwidth, "nccl_tests": nccl_tests}
@@ -255,9 +257,12 @@ def plan(
             tell=tell,
             stage=stage,
         )
-        tried = tried.model_copy(update={"run_samples": total_samples(samples, epochs, tokens), "run_tokens": tokens})
+        run: dict[str, float | None] = {"run_samples": run_samples, "run_tokens": tokens}
+        run |= {"deadline_s": deadline_s, "budget": budget}
+        tried = tried.model_copy(update={name: None if value == math.inf else value for name, value in run.items()})
         if tokens is not None and all(one.row is None or not one.row.tokens_per_s for one in tried.tried):
             raise InputError("--tokens", "the recorded steps read no tokens", "give --samples")
+        _demand_within_limits(tried)
         if output is not None:
             save(tried, output)
         return tried
@@ -518,6 +523,28 @@ def _recorded(job: str | Path | Job | list[str]) -> Graph | None:
         return None
     graph = read_graph(job)
     return graph if graph.recorded is not None else None
+
+
+def _demand_within_limits(plan: CommandPlan) -> None:
+    """Raise Infeasible where variants of a command fit in memory and none of them keeps the deadline and the budget.
+
+    Raises InputError for a budget where no variant has a price.
+    """
+    fitting = [one for one in plan.tried if one.row is not None and one.row.fits]
+    if plan.best is not None or not fitting:
+        return
+    costs = [cost for one in fitting if (cost := plan.cost(one)) is not None]
+    if plan.budget is not None and not costs:
+        raise InputError("--budget", "limits a price, and no device has one", "give --price, such as A100=1.5")
+    broken = []
+    if plan.deadline_s is not None:
+        fastest_hours = min(hours for one in fitting if (hours := plan.hours(one)) is not None)
+        broken.append(
+            f"deadline: the fastest run takes {show_hours(fastest_hours)}, {show_seconds(plan.deadline_s)} allowed"
+        )
+    if plan.budget is not None:
+        broken.append(f"budget: the cheapest run costs {show_money(min(costs))}, {show_money(plan.budget)} allowed")
+    raise Infeasible(f"{plan.command}: no variant keeps all limits: {'; '.join(broken)}")
 
 
 def _demand_length(goal: Goal) -> None:

@@ -51,7 +51,7 @@ BY_STRATEGY = {
 # What both plans read that are not of a job: of a recorded step, and of islands on a slow link.
 _OF_BOTH = {"job", "devices", "link", "nic", "bandwidth", "latency", "nccl_tests", "devices_file", "output", "as_json"}
 # What the plan of a recorded step reads, and what one that is to be recorded reads beside.
-OF_STEP = {*_OF_BOTH, "price", "tokens", "samples", "epochs"}
+OF_STEP = {*_OF_BOTH, "price", "tokens", "samples", "epochs", "deadline_s", "budget"}
 OF_COMMAND = {"vary", "limit", "keep_files"}
 # What says how islands meet, and what their plan reads.
 OUTER = {"link_between", "outer_every", "fragments", "overlap", "outer_bits"}

@@ -146,16 +146,17 @@ class CommandPlan(Result):
     ranked_by: Literal["samples_per_s", "tokens_per_s"]
     run_samples: NonNegative | None = Field(default=None, description="of the whole run; null: not said")
     run_tokens: NonNegative | None = Field(default=None, description="of the whole run; null: not said")
+    deadline_s: Seconds | None = Field(default=None, description="the most seconds of the whole run; null: any")
+    budget: NonNegative | None = Field(default=None, description="the most dollars of the whole run; null: any")
     tried: list[TriedCommand] = Field(
         min_length=1, description="what fits, the best first; what does not, the least memory first; what failed"
     )
 
     @property
     def best(self) -> TriedCommand | None:
-        """The best variant that fits in memory; None if none fits."""
-        # ``tried`` is sorted: the best first, and those that do not fit after all that do.
-        first = self.tried[0]
-        return first if first.row is not None and first.row.fits else None
+        """The best variant that fits in memory and keeps the deadline and the budget; None if none does."""
+        fitting = (one for one in self.tried if one.row is not None and one.row.fits)  # the best first
+        return next((one for one in fitting if self.keeps_limits(one)), None)
 
     def rate(self, tried: TriedCommand) -> float:
         """Return a variant's figure by which the plan ranks (a rate per second); 0 if its step could not be recorded."""
@@ -175,6 +176,12 @@ class CommandPlan(Result):
         if hours is None or tried.row is None or tried.row.price_per_million_samples is None:
             return None
         return tried.row.price_per_million_samples * hours * 3600 * tried.row.samples_per_s / 1e6
+
+    def keeps_limits(self, tried: TriedCommand) -> bool:
+        """Return whether the whole run by a variant keeps the deadline and the budget; one without step or price keeps none."""
+        hours, cost = self.hours(tried), self.cost(tried)
+        in_time = self.deadline_s is None or (hours is not None and 3600 * hours <= self.deadline_s)
+        return in_time and (self.budget is None or (cost is not None and cost <= self.budget))
 
     def as_given(self, device: str, devices_per_node: int) -> TriedCommand | None:
         """Return the unchanged command's variant on these devices; None if it was not tried."""

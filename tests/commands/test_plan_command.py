@@ -13,7 +13,7 @@ from ddltool.analyzers.answers.reporting.command_section import command_section
 from ddltool.analyzers.job.planning.commands import knobs_of
 from ddltool.artifact_files import read_any
 from ddltool.commands.main import run
-from ddltool.errors import InputError
+from ddltool.errors import Infeasible, InputError
 from ddltool.graph_results import CommandPlan
 from ddltool.units import show_bytes, show_money
 from tests.conftest import Cli
@@ -167,6 +167,18 @@ def test_a_recorded_file_is_planned_in_its_own_world(here: Path, capsys: pytest.
         f" and costs {show_money(costs['H100'])}. Cheapest: as it is on 8 A100, {show_money(costs['A100'])} in"
         in answer
     )
+    # A deadline takes the fastest of those that keep a budget, and says what breaks which.
+    limited = {"devices": "8xH100@9,8xA100@1", "price": "H100=2.5", "samples": 4e7}
+    cheap = dt.plan("graph.json", **limited, budget=(costs["A100"] + costs["H100"]) / 2)  # type: ignore[arg-type]
+    assert isinstance(cheap, CommandPlan)
+    assert cheap.best is not None
+    assert cheap.best.device == "A100"
+    with pytest.raises(Infeasible, match=r"no variant keeps all limits: deadline: the fastest .*; budget: .* allowed"):
+        dt.plan("graph.json", **limited, deadline_s=hours["H100"] * 3599, budget=costs["A100"])  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="--budget: limits a price, and no device has one"):
+        dt.plan("graph.json", devices="8xT4", samples=4e7, budget=1)
+    with pytest.raises(InputError, match="--deadline: limits a whole run, and how long that is nobody says"):
+        dt.plan("graph.json", devices="8xH100", deadline_s=1)
     with pytest.raises(InputError, match="--price: T4 is not among the devices"):
         dt.plan("graph.json", devices="8xH100", price="T4=1")
     with pytest.raises(InputError, match="--tokens: the recorded steps read no tokens; give --samples"):

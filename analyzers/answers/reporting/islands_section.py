@@ -86,8 +86,9 @@ def _verdict(plan: IslandsPlan) -> Verdict:
             then="plan the devices of that step as one job",
             good=True,
         )
-    # Islands with equally many inner steps share a call, which names the devices of the last of them.
-    devices_by_steps = {steps: one.devices for steps, one in zip(best.inner_steps, plan.islands, strict=True)}
+    devices_by_steps: dict[int, list[str]] = {}  # islands with equally many inner steps share a call
+    for steps, island in zip(best.inner_steps, plan.islands, strict=True):
+        devices_by_steps.setdefault(steps, []).append(island.devices)
     options = ""
     if plan.outer.fragments > 1:
         options += f", fragments={plan.outer.fragments}"
@@ -97,7 +98,7 @@ def _verdict(plan: IslandsPlan) -> Verdict:
         options += f", bits={plan.outer.bits}"
     calls = []
     for steps, devices in devices_by_steps.items():
-        on_devices = f" on {devices}" if len(devices_by_steps) > 1 else ""
+        on_devices = f" on {' and '.join(dict.fromkeys(devices))}" if len(devices_by_steps) > 1 else ""
         calls.append(f"hook.outer(model, optimizer, every={steps}{options}){on_devices}")
     return Verdict(
         answer=f"Meet every {best.outer_every:,} steps: {show_seconds(best.overlapped_s)} a step, {gain} synchronous "
