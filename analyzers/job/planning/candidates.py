@@ -36,6 +36,8 @@ if TYPE_CHECKING:  # it loads torch
 
 # From the least change to a training script to the most.
 STRATEGIES = ("bsp", "lb-bsp", "est", "goodput", "elastic-bsp")
+EAGER = ("est", "elastic-bsp")
+"""Strategies for which torch.compile is not modelled."""
 # A device type counts among the slowest from this share of the slowest one's compute time on.
 _NEAR_SLOWEST = 0.98
 # Up to this share of a step in exposed communication, nothing is gained by less of it.
@@ -168,7 +170,7 @@ class Candidates:
             if self.job.asks_for_hosts and strategy not in get_args(Split):
                 left_out[strategy] = Infeasible(f"keeps all on the devices, and offload asks for {self.job.offload}")
                 continue
-            if self.job.compile and self.model.layouts is not None and strategy in ("est", "elastic-bsp"):
+            if self.job.compile and self.model.layouts is not None and strategy in EAGER:
                 left_out[strategy] = Infeasible("torch.compile is not modelled for it")
                 continue
             try:

@@ -11,7 +11,7 @@ from ddltool.analyzers.job.goodput.throughput import StepTime, ThroughputParams
 from ddltool.analyzers.job.placement.problem import Problem, demand_throughput, from_job
 from ddltool.analyzers.job.placement.steps import device_counts
 from ddltool.analyzers.job.planning import job_inputs
-from ddltool.analyzers.job.planning.candidates import Split, plan_by
+from ddltool.analyzers.job.planning.candidates import EAGER, Split, plan_by
 from ddltool.analyzers.job.planning.compare import decide
 from ddltool.analyzers.job.planning.exposed import GraphCommunication, LinkedSteps
 from ddltool.analyzers.job.planning.goodput_plan import plan_goodput
@@ -63,7 +63,7 @@ def _plan_job(strategy: str, job: Job, job_file: Path, options: PlanOptions) -> 
     """
     if job.asks_for_hosts and strategy not in ("auto", *get_args(Split)):
         raise InputError("offload", f"{strategy} keeps all on the devices", "give none, or --strategy auto")
-    if job.compile and strategy in ("est", "elastic-bsp") and job_inputs.traceable(job):
+    if job.compile and strategy in EAGER and job_inputs.traceable(job):
         raise InputError("compile", f"is not modelled for {strategy}", "leave it out, or give --strategy auto")
     if strategy == "auto":
         return auto_plan(job, job_file, options)
