@@ -24,7 +24,7 @@ _STEP = 2 * 2**20  # kRoundLarge: the size of such a segment is a multiple
 
 
 @dataclass(slots=True, eq=False)
-class Block:
+class MemoryBlock:
     """A part of a segment; ``before`` and ``after`` are its neighbours there, None at the segment's ends."""
 
     address: int
@@ -33,8 +33,8 @@ class Block:
     small: bool
     """Whether it lies in a small segment."""
     free: bool = True
-    before: Block | None = None
-    after: Block | None = None
+    before: MemoryBlock | None = None
+    after: MemoryBlock | None = None
 
 
 @dataclass(slots=True)
@@ -49,10 +49,10 @@ class CachingAllocator:
     """The most bytes that were ever reserved."""
     _next_address: int = 0
     """Where the next segment begins; addresses are counted up, never used again."""
-    _free_blocks: dict[bool, list[tuple[int, int, Block]]] = field(default_factory=lambda: {True: [], False: []})
+    _free_blocks: dict[bool, list[tuple[int, int, MemoryBlock]]] = field(default_factory=lambda: {True: [], False: []})
     """(size, address, block) of the free blocks, smallest first; True: those of small segments, False: of the others."""
 
-    def take(self, size_bytes: float) -> Block:
+    def take(self, size_bytes: float) -> MemoryBlock:
         """Allocate a block for a tensor of ``size_bytes`` and return it; :meth:`give_back` frees it.
 
         The smallest free block that is large enough is taken, or else a new segment is reserved; if enough of it is left
@@ -70,7 +70,7 @@ class CachingAllocator:
         rest_bytes = block.size - size
         is_split = rest_bytes >= _ROUND if is_small else rest_bytes > _SMALL
         if is_split:
-            rest_block = Block(block.address + size, rest_bytes, is_small, before=block, after=block.after)
+            rest_block = MemoryBlock(block.address + size, rest_bytes, is_small, before=block, after=block.after)
             if block.after is not None:
                 block.after.before = rest_block
             block.after = rest_block
@@ -78,7 +78,7 @@ class CachingAllocator:
             self._add_free_block(rest_block)
         return block
 
-    def give_back(self, block: Block) -> None:
+    def give_back(self, block: MemoryBlock) -> None:
         """Free a block that :meth:`take` returned, and join it with free neighbours in its segment."""
         # Out of the list before the join, because it is sorted by size and joining changes the size.
         for neighbour in (block.before, block.after):
@@ -93,7 +93,7 @@ class CachingAllocator:
             self._merge_blocks(block, block.after)
         self._add_free_block(block)
 
-    def _reserve_segment(self, size: int, small: bool) -> Block:
+    def _reserve_segment(self, size: int, small: bool) -> MemoryBlock:
         """Reserve a segment for a block of ``size`` bytes; return it as one block that is not in the list of free blocks.
 
         If it would exceed the limit, segments that are free as a whole are given up first. ``small``: whether the segment is
@@ -109,7 +109,7 @@ class CachingAllocator:
             self._give_up_segments()
             if self.reserved_bytes + segment_bytes > self.limit_bytes:
                 raise MemoryError(f"{size} bytes")
-        block = Block(self._next_address, segment_bytes, small)
+        block = MemoryBlock(self._next_address, segment_bytes, small)
         self._next_address += segment_bytes
         self.reserved_bytes += segment_bytes
         self.most_bytes = max(self.most_bytes, self.reserved_bytes)
@@ -123,12 +123,12 @@ class CachingAllocator:
                 free_blocks.remove(entry)
                 self.reserved_bytes -= entry[0]
 
-    def _add_free_block(self, block: Block) -> None:
+    def _add_free_block(self, block: MemoryBlock) -> None:
         """Mark a block as free and enter it, by its size, into the list of free blocks."""
         block.free = True
         insort(self._free_blocks[block.small], (block.size, block.address, block))
 
-    def _merge_blocks(self, block: Block, next_block: Block) -> None:
+    def _merge_blocks(self, block: MemoryBlock, next_block: MemoryBlock) -> None:
         """Extend ``block`` over its neighbour ``next_block``, which no longer exists afterwards."""
         block.size += next_block.size
         block.after = next_block.after
@@ -159,7 +159,7 @@ def reserved_bytes(
     makes = [(start, 1, tensor_index) for tensor_index, (start, _, _) in enumerate(spans)]
     events = sorted(frees + makes)  # by place, and at one place frees (0) before makes (1)
     allocator = CachingAllocator(limit_bytes)
-    block_of: dict[int, Block] = {}  # by index of a tensor that is there
+    block_of: dict[int, MemoryBlock] = {}  # by index of a tensor that is there
 
     def play_step() -> None:
         """Allocate and free the tensors of one step in the order of the program."""
