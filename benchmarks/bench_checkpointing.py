@@ -63,7 +63,7 @@ def curve(source: str, batch: int) -> Line:
         points.append((100 * budget / none, 100 * found.cost_s / whole_s, 100 * found.bound_s / whole_s))
     table = np.array(points)
     recomputation = Recomputation(lifetimes, lifetimes.every_block("full"))
-    every = 100 * lifetimes.recompute_s(recomputation, seconds).sum() / whole_s
+    every = 100 * lifetimes.recomputed(recomputation, seconds).sum() / whole_s
     middle = ", ".join(f"{budget:.0f} %: +{cost:.1f} %" for budget, cost, _ in points[:-1:2])
     print(
         f"| {source} | {batch} | {none / 2**30:.1f} GiB | {full / 2**30:.1f} GiB, +{every:.1f} % | {middle} | {gap:.2%} |",

@@ -336,11 +336,11 @@ def build(trace: Trace) -> TrainingStep:
 
 # Traces -----------------------------------------------------------------------------------------------------------------
 
-_COLUMNS = ("kind", "direction", "flops", "moved_bytes", "gemm", "width", "is_channels_last", "pitched")
+_COLUMNS = ("kind", "direction", "flops", "moved_bytes", "gemm", "width", "is_channels_last", "sets_alignment")
 
 
 def _table(graph: Graph) -> tuple[np.ndarray, list[str], list[float]]:
-    """Return kernels (k, 12) with their counts first and their type's place in the list, and what else a fit needs."""
+    """Return kernels (k, 15) with their counts first and their type's place in the list, and what else a fit needs."""
     kernels = kernels_of(graph)
     names = sorted(set(kernels.dtype))
     columns = [np.atleast_2d(np.asarray(getattr(kernels, name), dtype=np.float64).T) for name in _COLUMNS]
@@ -356,7 +356,7 @@ def _work(table: np.ndarray, names: list[str], summary: np.ndarray) -> Work:
     kernels = Kernels(
         op=np.arange(len(table)), kind=columns[1].astype(np.int8), direction=columns[2].astype(np.int8),
         flops=columns[3], moved_bytes=columns[4], gemm=table[:, 5:9], width=columns[9],
-        is_channels_last=columns[10].astype(bool), pitched=table[:, 11:14].astype(bool),
+        is_channels_last=columns[10].astype(bool), sets_alignment=table[:, 11:14].astype(bool),
         dtype=tuple(names[int(place)] for place in columns[14]), ops=len(table),
     )  # fmt: skip
     ops, views, parameter_bytes, tensors = summary.tolist()

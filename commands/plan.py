@@ -287,15 +287,11 @@ def plan(
     elif isinstance(job, Job):
         raise InputError("devices", "has no part beside a Job, which has its own", "leave it out")
     else:
-        if load_in_4bit and lora is None:
-            raise InputError(
-                "--load-in-4bit", "packs the weights that LoRA freezes, and none is", "give --lora 16, too"
-            )
         jobs = _described_jobs(
             str(job),
             devices,
             cluster,
-            named_numerics(precision, optimizer, lora),
+            named_numerics(precision, optimizer, lora, load_in_4bit),
             remarks.append,
             nodes=nodes,
             batch_size=batch_size,
@@ -305,7 +301,6 @@ def plan(
             devices_file=devices_file,
             sequence_length=sequence_length,
             compile=compile,
-            load_in_4bit=load_in_4bit,
             channels_last=channels_last,
             offload=offload,
             attention=attention,

@@ -139,17 +139,24 @@ def _lora_ranks(given: int | str | None, option: str) -> list[int | None]:
     return list(dict.fromkeys(ranks))
 
 
-def named_numerics(precision: str, optimizer: str | None, lora: int | str | None) -> list[dict[str, Any]]:
+def named_numerics(
+    precision: str, optimizer: str | None, lora: int | str | None, load_in_4bit: bool = False
+) -> list[dict[str, Any]]:
     """Return every combination of the named values as fields of a job: ``precision``, ``optimizer`` and ``lora`` (a rank).
 
-    Each argument is a text that may name several values, with commas; ``optimizer`` and ``lora`` may be None. In the result, a
-    value that the caller did not give is None, for which the job's default holds.
+    Each of the three is a text that may name several values, with commas; ``optimizer`` and ``lora`` may be None. In the
+    result, a value that the caller did not give is None, for which the job's default holds. ``load_in_4bit``: whether jobs with
+    a rank have that field. Raises InputError if it is on and there is no rank.
     """
-    return combinations(
+    ranks = _lora_ranks(lora, "--lora")
+    if load_in_4bit and ranks == [None]:
+        raise InputError("--load-in-4bit", "packs the weights that LoRA freezes, and none is", "give --lora 16, too")
+    found = combinations(
         precision.split(",") if is_given("precision") else [None],
         [None] if optimizer is None else optimizer.split(","),
-        _lora_ranks(lora, "--lora"),
+        ranks,
     )
+    return [{**each, "load_in_4bit": True} if load_in_4bit and each["lora"] else each for each in found]
 
 
 def read_ranks(text: str, option: str) -> str:

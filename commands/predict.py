@@ -147,7 +147,7 @@ def predict(
         precision,  # type: ignore[arg-type]  # Numerics checks it
         channels_last,
         gathered=layout != ParallelDegrees(),
-        loads_in_4bit=load_in_4bit,
+        load_in_4bit=load_in_4bit,
     )
     with stage(f"tracing {name_of(source)}"):
         curve = work_of(cast(Source, source), numerics, sequence_length, lora, attention)
@@ -165,7 +165,7 @@ def predict(
         new_numerics = replace(
             numerics,
             precision=change.get("precision", precision),
-            loads_in_4bit=change.get("load_in_4bit", load_in_4bit),
+            load_in_4bit=change.get("load_in_4bit", load_in_4bit),
         )
         rank = change.get("lora", lora)
         with stage(f"trying {options_text(change)}"):
@@ -179,7 +179,8 @@ def predict(
         predicted = predict_on(curve, list(zip(models, settings, strict=True)), sizes, counts, name_of(source))
     except Infeasible as error:
         # The error also says with which other numerics the step would fit.
-        fitting = least_that_fit(smaller_numerics(numerics.precision, optimizer, lora, devices), fits)
+        changes = smaller_numerics(numerics.precision, optimizer, lora, devices, load_in_4bit=load_in_4bit)
+        fitting = least_that_fit(changes, fits)
         also = f"; it fits with {' or '.join(fitting)}" if fitting else ""
         raise Infeasible(f"{error}{also}") from None
     return _reproducible(predicted, source)

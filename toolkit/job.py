@@ -252,6 +252,8 @@ class Job(Artifact):
             raise ValueError("names no devices; give devices: [{type, count, capability_per_s}] or cluster: FILE")
         if self.constraints.memory_fixed_gib is not None and self.constraints.memory_per_worker_gib is None:
             raise ValueError("constraints.memory_fixed_gib needs memory_per_worker_gib beside it")
+        if self.load_in_4bit and self.lora is None:
+            raise ValueError("load_in_4bit packs the weights that LoRA freezes; give lora: 16 beside it")
         if self.group is not None and self.network == LINKS:
             raise ValueError("group does not go with network: links, which places single devices")
         return self

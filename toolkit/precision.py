@@ -36,6 +36,11 @@ class Precision:
         return self.keeps == "float32" and self.computes in ("bfloat16", "float16")
 
     @property
+    def torch_type(self) -> str:
+        """torch's name of the type that it computes in: TF32 is a way to multiply float32, and no type."""
+        return self.computes.replace("tf32", "float32")
+
+    @property
     def words(self) -> str:
         """What the precision's name means, in words; "" if all is kept in float32 without autocast (fp32, tf32)."""
         if self.is_autocast:

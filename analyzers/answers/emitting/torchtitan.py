@@ -69,8 +69,7 @@ def job_config(plan: Plan) -> tuple[Settings, list[str]]:
             "global_batch_size": degrees.total_batch_size,
             **({} if run.sequence_length is None else {"seq_len": run.sequence_length}),
             "dtype": precision.keeps,
-            # tf32 is no type of torch but a way to multiply float32, which the script turns on.
-            "mixed_precision_param": precision.computes.replace("tf32", "float32"),
+            "mixed_precision_param": precision.torch_type,
             "mixed_precision_reduce": "float32",
             **({"enable_cpu_offload": True} if degrees.offload else {}),
         },

@@ -61,10 +61,10 @@ def _variants_table(plan: CommandPlan, listed: Sequence[TriedCommand], shows_gai
         shortened(knob.lstrip("-"), 2 * _LONGEST_NAME): partial(_value_text, knob=knob) for knob in plan.knobs
     }
     unit = plan.ranked_by.removesuffix("_per_s")
-    columns: dict[str, Column[TriedCommand]] = {
-        **knobs,
-        "on": _where,
-        "per step": lambda variant: None if variant.row is None else f"{_step_samples(variant.row):,}",
+    columns: dict[str, Column[TriedCommand]] = {**knobs, "on": _where}
+    if len({_step_samples(variant.row) for variant in listed if variant.row is not None}) > 1:
+        columns["per step"] = lambda variant: None if variant.row is None else f"{_step_samples(variant.row):,}"
+    columns |= {
         "step": "row.step_time_s",
         f"{unit}/s": lambda variant: show_rate(plan.rate(variant)),
         "MFU": "row.mfu:.0%",

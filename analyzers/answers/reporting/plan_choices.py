@@ -26,6 +26,7 @@ from ddltool.analyzers.answers.reporting.section import (
     tabled,
     without_empty_columns,
 )
+from ddltool.analyzers.step.costs.model import lora_words
 from ddltool.decision import Decision, Layout, Named, Option
 from ddltool.plans import Plan
 from ddltool.precision import precision_name
@@ -322,7 +323,7 @@ def step_words(plan: Plan) -> str:
         return ""
     parts: list[str] = [precision_name(run.precision), run.optimizer]
     if run.lora:
-        parts.append(f"LoRA of rank {run.lora}{' on 4-bit weights' if run.load_in_4bit else ''}")
+        parts.append(lora_words(run.lora, run.load_in_4bit))
     if run.sequence_length:
         parts.append(f"{run.sequence_length:,} tokens a sample")
     return f" ({', '.join(parts)}, {plan.max_workers * plan.batch_size:,} samples a step)"
@@ -428,7 +429,9 @@ def named_table(plan: Plan, decision: Decision) -> Table:
         ),
     }
     names = ("you named", [row.name for row in decision.named])
-    caption = f"What you named, with the best plan of each; the first is this plan; $/M: dollars for a million {unit}"
+    caption = "What you named, with the best plan of each; the first is this plan"
+    if any(row.option is not None and row.option.price_per_sample is not None for row in decision.named):
+        caption += f"; $/M: dollars for a million {unit}"
     table = tabled(
         caption, "predicted", decision.named, columns, names=names, text_columns=2, spare=(f"{unit}/s",)
     )  # as many samples a step in every row, so that its seconds say as much

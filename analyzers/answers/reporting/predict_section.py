@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ddltool.analyzers.answers.reporting.figures import BARS_DRAWN, Bars, Explorer, Point, explorer
 from ddltool.analyzers.answers.reporting.section import Column, Section, Verdict, pictured, tabled
-from ddltool.analyzers.step.costs.model import memory_words
+from ddltool.analyzers.step.costs.model import lora_words, memory_words
 from ddltool.graph_results import PredictedRow, PredictionAssumptions, PredictResult
 from ddltool.precision import no_rate_words, precision_of
 from ddltool.units import show_bytes, show_rate, show_seconds, show_span
@@ -142,8 +142,8 @@ def _assumptions_sentence(assumed: PredictionAssumptions, rows: Sequence[Predict
     if assumed.optimizer == "recorded":
         return f"The script's own step: {precision_of(assumed.precision).words or assumed.precision}; {settings}."
     if assumed.lora:
-        frozen = "4-bit weights" if assumed.load_in_4bit else "all else"
-        trained = f"LoRA of rank {assumed.lora}, {frozen} frozen; {assumed.precision}, {assumed.optimizer}"
+        adapters = lora_words(assumed.lora, assumed.load_in_4bit)
+        trained = f"{adapters}, all else frozen; {assumed.precision}, {assumed.optimizer}"
     else:
         has_groups = any(row.num_gpus > row.num_replicas for row in rows)  # by tensor or pipeline parallelism
         trained = memory_words(assumed.precision, assumed.optimizer, has_groups)

@@ -446,16 +446,18 @@ class Candidates:
         return problem if len(kept) == len(problem.devices) else replace(problem, devices=tuple(kept))
 
     def usual(self, problem: Problem, used: Mapping[str, int]) -> dict[str, Option]:
-        """Return the baselines, which one would run without a plan: name -> figures.
+        """Return the baselines to a plan, which one would run without it: name -> figures.
 
         They are equal splits with default communication settings, over all devices, over all devices of each type, and over
-        those that the plan to compare uses (``used``: type name -> count). A model with known memory is sharded and
+        those that the plan uses (``used``: type name -> count). A model with known memory is sharded and
         checkpointed only as far as memory demands; baselines that do not fit are left out.
         """
         baselines: dict[str, Option] = {}
         offered = problem.named([device.count for device in problem.devices])
-        same_devices = on_counts(problem, problem.counts(used))
-        for subproblem in (problem, *each_type(problem), same_devices):
+        subproblems = [problem, *each_type(problem)]
+        if used not in [one.named([device.count for device in one.devices]) for one in subproblems]:
+            subproblems.append(on_counts(problem, problem.counts(used)))
+        for subproblem in subproblems:
             with suppress(Infeasible):
                 option = self._baseline(subproblem)
                 mix_name = " + ".join(f"{count} {name}" for name, count in option.devices.items())

@@ -129,7 +129,8 @@ def _compared(
     best_per_variant = _best_per_variant(ranked, picked)
     others = [other for other in best_per_variant if other is not picked]
     baselines = candidates.usual(problem, picked.option.devices) or {"the plan itself": picked.option}
-    within_limits = [name for name, option in baselines.items() if candidates.goal.keeps(option)] or [*baselines]
+    # One that breaks a limit is no plan that one would make; where all do, they are compared all the same.
+    within_limits = [name for name, option in baselines.items() if choice.goal.value(option) < math.inf] or [*baselines]
     baseline_name = max(within_limits, key=lambda name: choice.value(baselines[name]))
     state_shards = 1 if picked.plan.sharding is None else picked.plan.sharding.shard
     pareto = _pareto([other.option for other in (*ranked, *([cheapest] if cheapest else []))], candidates, problem)

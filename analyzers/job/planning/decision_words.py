@@ -366,17 +366,18 @@ def _gain(decision: Decision, picked: Option, value: Value, gain: float) -> str:
         return "the best with memory of the hosts"
     if picked.devices != decision.baseline.devices or picked.order != decision.baseline.order:
         return f"as good as {decision.baseline_name}"
-    if (on_all := _baseline_on_more(decision, picked)) is None:
+    wider = _wider_baseline(decision, picked)
+    if wider is None:
         return "what one would do anyway"
-    name, option = on_all
-    gain_on_fewer = value(picked) / value(option) - 1 if value(option) else 0.0
-    usual = f"what one would do anyway on {sum(picked.devices.values())}"
-    if gain_on_fewer <= -LEAST_GAIN:  # it would have been picked
+    name, option = wider
+    lead = value(picked) / value(option) - 1 if value(option) else 0.0
+    usual = f"what one would do anyway on {counted(sum(picked.devices.values()), 'device')}"
+    if lead <= -LEAST_GAIN:  # better, and yet not picked: it breaks a limit
         return f"{usual} ({name} breaks a limit)"
-    return usual if gain_on_fewer < LEAST_GAIN else f"{usual}, {_ahead(gain_on_fewer, decision.objective)}{name}"
+    return usual if lead < LEAST_GAIN else f"{usual}, {_ahead(lead, decision.objective)}{name}"
 
 
-def _baseline_on_more(decision: Decision, picked: Option) -> tuple[str, Option] | None:
+def _wider_baseline(decision: Decision, picked: Option) -> tuple[str, Option] | None:
     """Return (name, figures) of the baseline on the most devices, among them all of the picked ones; None: there is none."""
     wider = [
         (name, option)
@@ -408,7 +409,7 @@ def _why(decision: Decision, plan: Plan, picked: Option, first: Option, value: V
     another was picked, offloading, a host that bounds the step, and communication. ``compiles``: whether the step is compiled.
     """
     text = f"Why: {_reason(plan, picked)}"
-    text += _all_devices_clause(decision, picked)
+    text += _more_devices_clause(decision, picked)
     text += _first_clause(decision, picked, first, value)
     layout = decision.layouts[0] if decision.layouts else None
     if layout is not None:
@@ -452,21 +453,20 @@ def _host_memory_clause(layout: Layout) -> str:
     return text
 
 
-def _all_devices_clause(decision: Decision, picked: Option) -> str:
-    """Return the clause on the longer step on all devices, or else on the best layout on more types than were picked.
+def _more_devices_clause(decision: Decision, picked: Option) -> str:
+    """Return the clause on the longer step on more devices with equal shares, or on the best layout on more types than picked.
 
     Empty where neither was compared.
     """
-    found = _baseline_on_more(decision, picked)
-    on_all = None if found is None else found[1]
-    if on_all is not None and on_all.iteration_s > picked.iteration_s:
-        parts = f"{show_seconds(on_all.compute_s)} until the slowest has computed its share"
-        if on_all.communication_s is not None:
-            parts += f", then {show_seconds(on_all.communication_s)} of communication"
-        everyone = f"on {sum(on_all.devices.values())} with equal shares"
-        return f"; {everyone} a step takes {show_seconds(on_all.iteration_s)}: {parts}"
+    wider_baseline = _wider_baseline(decision, picked)
+    if wider_baseline is not None and (on_more := wider_baseline[1]).iteration_s > picked.iteration_s:
+        parts = f"{show_seconds(on_more.compute_s)} until the slowest has computed its share"
+        if on_more.communication_s is not None:
+            parts += f", then {show_seconds(on_more.communication_s)} of communication"
+        everyone = f"on {sum(on_more.devices.values())} with equal shares"
+        return f"; {everyone} a step takes {show_seconds(on_more.iteration_s)}: {parts}"
     wider = [layout for layout in decision.layouts if set(layout.devices) > set(picked.devices) and layout.step_s]
-    if on_all is None and wider:
+    if wider_baseline is None and wider:
         best = min(wider, key=lambda layout: layout.step_s or math.inf)
         return f"; on {best.devices_text} a step takes {show_seconds(best.step_s)} at best"
     return ""

@@ -31,7 +31,7 @@ from ddltool.analyzers.job.planning.split import checked_total, memory_limit
 from ddltool.analyzers.step.communication.collectives import DEFAULT_CAP_MIB
 from ddltool.analyzers.step.communication.fabrics import BANDWIDTH, between_nodes, own_link, tests_in
 from ddltool.analyzers.step.communication.nccl import Fabric
-from ddltool.analyzers.step.costs.model import cost_model, estimate, memory_words
+from ddltool.analyzers.step.costs.model import cost_model, estimate, lora_words, memory_words
 from ddltool.analyzers.step.costs.numerics import least_that_fit, smaller_numerics
 from ddltool.analyzers.step.costs.optimizers import state_share
 from ddltool.analyzers.step.measured.feedback import Run, read_run
@@ -200,8 +200,7 @@ def capabilities_of(job: Job, folder: Path, where: str, tell: Tell) -> dict[str,
     shown = ", ".join(f"{name} alone {show_rate(value)}/s of {batch}" for name, value in predicted.items())
     words = memory_words(job.precision, job.optimizer)
     if job.lora is not None:
-        frozen = "4-bit weights" if job.load_in_4bit else "all else"
-        words = f"LoRA of rank {job.lora}, {frozen} frozen; {job.precision}, {job.optimizer}"
+        words = f"{lora_words(job.lora, job.load_in_4bit)}, all else frozen; {job.precision}, {job.optimizer}"
     meta = (
         _untimed_graph(job, folder).meta if traceable(job) else {}
     )  # that of the trace which was made for the figures
@@ -433,7 +432,7 @@ def options_that_fit(job: Job, job_file: Path, options: PlanOptions, holds: Call
 
     table = devices_of(job, str(job_file))
     specs = [table.device(offer.type, "devices") for offer in job.devices if offer.count]
-    changes = smaller_numerics(job.precision, job.optimizer, job.lora, specs)
+    changes = smaller_numerics(job.precision, job.optimizer, job.lora, specs, load_in_4bit=job.load_in_4bit)
     found = least_that_fit(changes, lambda change: fits(**change))
     from ddltool.analyzers.job.planning.layouts import job_work  # it loads torch
 
@@ -704,7 +703,7 @@ def job_of(
             as measured. Each is the text of the option of its name.
         devices_file: specifications of the user's own types, so that :func:`job_of` knows them; the job does not hold them.
         precision, optimizer, sequence_length, compile, channels_last, lora, load_in_4bit, offload, attention: the job's fields
-            of these names; the weights of a job without LoRA are not loaded in 4 bits, whatever is said of others.
+            of these names.
     """
     if nic is not None and bandwidth is not None:
         raise InputError("--nic", "does not go with --bandwidth", "cards by datasheet, or a rate as measured")
@@ -729,7 +728,7 @@ def job_of(
         for name, is_on in {
             "compile": compile,
             "channels_last": channels_last,
-            "load_in_4bit": load_in_4bit and lora is not None,
+            "load_in_4bit": load_in_4bit,
         }.items()
         if is_on
     }

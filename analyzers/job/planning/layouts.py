@@ -323,14 +323,14 @@ class Layouts(LayoutBatches):
         limit_s = limit if goal.objective == "fastest" else math.inf
         devices = problem.named(counts)
         fits, too_large = list[LayoutCandidate](), list[LayoutCandidate]()
-        # The fastest step has the fewest passes. The least memory is that of one pass, or, where that holds more than the sum
-        # of gradients that is kept between passes, that of the most.
+        # The fastest step has the fewest passes. Memory is least at an end: one pass keeps no sum of gradients for the next,
+        # the most passes keep the fewest activations.
         by_memory = goal.objective == "least-memory"
-        fewest_passes = {1, max(1, self.total // sum(counts))} if by_memory else {1}
+        least_passes_tried = {1, max(1, self.total // sum(counts))} if by_memory else {1}
         for sharding in self._shardings(counts, problem):
             if self._exceeds(devices, sharding, goal, limit):
                 continue
-            for recompute, least_passes in product(self._recomputations(), sorted(fewest_passes)):
+            for recompute, least_passes in product(self._recomputations(), sorted(least_passes_tried)):
                 candidate = self._fastest_batching(
                     devices,
                     sharding,
@@ -589,7 +589,7 @@ def job_work(job: Job) -> WorkCurve:
 
     Raises InputError where the model cannot be traced.
     """
-    numerics = Numerics(job.precision, job.channels_last, loads_in_4bit=job.load_in_4bit)
+    numerics = Numerics(job.precision, job.channels_last, load_in_4bit=job.load_in_4bit)
     return _work(str(job.model), numerics, job.sequence_length, job.lora, job.attention)
 
 

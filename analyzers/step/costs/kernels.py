@@ -42,9 +42,9 @@ class Kernels:
     """(k,) bytes of one element of the type that it works in."""
     is_channels_last: Flags
     """(k,) whether its images or volumes have their channels last in memory; False for other kernels."""
-    pitched: Flags
-    """(k, 3) whether m, n and k are each the length of contiguous rows or columns of one of the product's matrices, so that it
-    decides where the next ones begin; True for convolutions."""
+    sets_alignment: Flags
+    """(k, 3) of matrix products: whether m, n and k are each the length of contiguous rows or columns of one of the matrices,
+    so that it decides where the next ones begin."""
     dtype: tuple[str, ...]
     """(k,) torch's name of the type that it works in, such as "bfloat16"."""
     ops: int
@@ -66,7 +66,7 @@ class Kernels:
         return Kernels(**arrays, dtype=dtype, ops=self.ops)
 
 
-_ARRAYS = ("op", "kind", "direction", "flops", "moved_bytes", "gemm", "width", "is_channels_last", "pitched")
+_ARRAYS = ("op", "kind", "direction", "flops", "moved_bytes", "gemm", "width", "is_channels_last", "sets_alignment")
 # Bytes of an element, where they are not 4.
 _WIDTH = {"complex128": 16, "complex64": 8, "float64": 8, "int64": 8}
 _WIDTH |= {"float16": 2, "bfloat16": 2, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
@@ -90,19 +90,19 @@ def product_kernels(gemm: Floats, dtype: str, width: float, result_width: int) -
         gemm=gemm,
         width=np.full(rows, float(width)),
         is_channels_last=np.zeros(rows, dtype=bool),
-        pitched=_pitched([""] * rows),
+        sets_alignment=_sets_alignment(np.full(rows, "", dtype=object)),
         dtype=(dtype,) * rows,
         ops=rows,
     )
 
 
-def _pitched(layouts: Sequence[str]) -> Flags:
-    """Return (k, 3) which sides of matrix products are pitched (:attr:`Kernels.pitched`), by the layouts of their factors.
+def _sets_alignment(layouts: NDArray[np.object_]) -> Flags:
+    """Return (k, 3) :attr:`Kernels.sets_alignment` of matrix products, by the layouts (k,) of their factors.
 
-    A product's rows are of n elements, the left factor's of k, or its columns of m, the right one's of n, or its columns of k.
+    A product's rows are of n elements; the left factor's of k, or its columns of m; the right one's of n, or its columns of k.
     """
-    left = np.array([layout in ("left_transposed", "both_transposed") for layout in layouts], dtype=bool)
-    both = np.array([layout == "both_transposed" for layout in layouts], dtype=bool)
+    both = layouts == "both_transposed"
+    left = both | (layouts == "left_transposed")
     return np.stack([left, np.ones(len(left), dtype=bool), ~left | both], axis=1)
 
 
@@ -130,7 +130,7 @@ def kernels_of_rows(rows: Sequence[tuple[str, str, float, Gemm]]) -> Kernels:
         gemm=gemm,
         width=np.array([_WIDTH.get(row[1], 4) for row in rows], dtype=np.float64),
         is_channels_last=np.zeros(len(rows), dtype=bool),
-        pitched=_pitched([""] * len(rows)),
+        sets_alignment=_sets_alignment(np.full(len(rows), "", dtype=object)),
         dtype=tuple(row[1] for row in rows),
         ops=len(rows),
     )
@@ -188,7 +188,7 @@ def kernels_of(graph: Graph) -> Kernels:
     width = np.array([_WIDTH.get(name, 4) for name in dtype], dtype=np.float64)
     layouts = np.array([graph.layout[op] for op in ops], dtype=object)
     is_channels_last = (layouts == "channels_last") | ((layouts == "") & bool(graph.meta.get("channels_last")))
-    pitched = _pitched(layouts.tolist())
+    sets_alignment = _sets_alignment(layouts)
     is_backward = np.array([op_type.endswith("_backward") for op_type in op_types], dtype=bool)
     gemm = graph.gemm[ops].copy()
     written_bytes = graph.written_bytes[ops]
@@ -203,7 +203,6 @@ def kernels_of(graph: Graph) -> Kernels:
     moved_bytes = graph.size_bytes[ops] + times_again * read_bytes
     flops = graph.flops[ops].copy()
     product_flops = 2.0 * gemm.prod(axis=1)
-    pitched[np.isin(kind, _CONVOLUTIONS)] = True
     is_attention = (kind == CLASS["attention"]) & (gemm[:, 1] > 0)
     # Attention is two products (scores, values); its backward pass is five: four gradients, and the scores once more.
     products = np.where(is_backward, 5.0, 2.0)
@@ -241,7 +240,7 @@ def kernels_of(graph: Graph) -> Kernels:
         gemm=interleave(gemm, input_gemm),  # type: ignore[arg-type]
         width=interleave(width, width[is_double]),  # type: ignore[arg-type]
         is_channels_last=interleave(is_channels_last, is_channels_last[is_double]),  # type: ignore[arg-type]
-        pitched=interleave(pitched, pitched[is_double]),  # type: ignore[arg-type]
+        sets_alignment=interleave(sets_alignment, sets_alignment[is_double]),  # type: ignore[arg-type]
         dtype=tuple(interleave(names, names[is_double])),
         ops=len(graph),
     )

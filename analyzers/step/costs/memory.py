@@ -236,15 +236,15 @@ class TensorLifetimes:
         np.add.at(seconds, places[places >= 0], timed.duration_s[places >= 0])
         return seconds
 
-    def recompute_s(self, recomputation: Recomputation, seconds: Floats) -> Floats:
-        """Return (blocks,) the seconds in which each block is computed again, 0 for a block that is not.
+    def recomputed(self, recomputation: Recomputation, of_place: Floats) -> Floats:
+        """Return (blocks,) the sums of ``of_place`` over what is computed again of each block: seconds, or numbers of kernels.
 
-        ``seconds`` (nodes,): the time of each place, see :meth:`seconds`; or what else adds up over places.
+        ``of_place`` (nodes,): seconds or kernels of each place, see :meth:`seconds`.
         """
-        recomputed_s = np.zeros(len(self.blocks))
+        sums = np.zeros(len(self.blocks))
         for index in np.flatnonzero(recomputation.length).tolist():
-            recomputed_s[index] = seconds[self._recomputed_of(recomputation, index)].sum()
-        return recomputed_s
+            sums[index] = of_place[self._recomputed_of(recomputation, index)].sum()
+        return sums
 
     def copies(self, recomputation: Recomputation, seconds: Floats, size: Floats, bytes_per_s: float) -> Copies:
         """Return when the blocks' copies to and from the host may run, beside the compute of the step.
@@ -256,7 +256,7 @@ class TensorLifetimes:
             bytes_per_s: of the device's link to its host, one way.
         """
         clock_s = np.cumsum(seconds)
-        recompute_s = self.recompute_s(recomputation, seconds)
+        recompute_s = self.recomputed(recomputation, seconds)
         # Backward passes run from the last block on, so each comes after the recomputation of all blocks behind it.
         later_s = np.cumsum(recompute_s[::-1])[::-1] - recompute_s
         copied_bytes = np.array([size[storages].sum() for storages in recomputation.copied])
@@ -291,7 +291,7 @@ class TensorLifetimes:
         if size is None:
             size = self.sizes()
         after_s, before_s = self.copies(recomputation, seconds, size, bytes_per_s).waits()
-        backward_s = self.recompute_s(recomputation, seconds) + before_s
+        backward_s = self.recomputed(recomputation, seconds) + before_s
 
         def op_from(place: int) -> int:
             """Return the index of the first op that runs at that place of the program or after it."""
@@ -300,9 +300,11 @@ class TensorLifetimes:
         for block, forward_wait_s, added_s in zip(self.blocks, after_s.tolist(), backward_s.tolist(), strict=True):
             durations[op_from(block.last + 1)] += forward_wait_s
             durations[op_from(block.begins)] += added_s
-        is_op = np.bincount(places[places >= 0], minlength=self.nodes) > 0
-        reissued_ops = self.recompute_s(recomputation, is_op.astype(float)).sum()
-        issued_s = float(timed.meta.get("issued_s") or 0.0) * float(1.0 + reissued_ops / max(is_op.sum(), 1))
+        # Each kernel takes the host as long as any other, and a view next to nothing.
+        is_kernel = (timed.duration_s[places >= 0] > 0).astype(np.float64)
+        kernels: Floats = np.bincount(places[places >= 0], weights=is_kernel, minlength=self.nodes).astype(np.float64)
+        reissued_share = self.recomputed(recomputation, kernels).sum() / max(kernels.sum(), 1.0)
+        issued_s = float(timed.meta.get("issued_s") or 0.0) * float(1.0 + reissued_share)
         lengthened = replace(timed, meta={**timed.meta, "issued_s": issued_s})
         return lengthened.with_durations(durations, timed.estimate)
 

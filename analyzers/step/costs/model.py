@@ -53,6 +53,11 @@ BRANCHES = (
 )
 
 
+def lora_words(rank: int, load_in_4bit: bool) -> str:
+    """Return in words what LoRA adapters of a rank train; ``load_in_4bit``: whether frozen linear layers have 4-bit weights."""
+    return f"LoRA of rank {rank}{' on 4-bit weights' if load_in_4bit else ''}"
+
+
 def memory_words(precision: str, optimizer: str, copied: bool = False) -> str:
     """Return a text that explains a precision, and says the bytes of a parameter with its gradient and optimizer states.
 

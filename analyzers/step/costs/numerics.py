@@ -18,11 +18,13 @@ Change = Mapping[str, Any]
 """Values for fields of a job in place of its own, by name: precision, optimizer, lora (the rank of adapters), load_in_4bit."""
 
 
-def smaller_numerics(precision: str, optimizer: str, lora: int | None, devices: Sequence[Device]) -> list[Change]:
+def smaller_numerics(
+    precision: str, optimizer: str, lora: int | None, devices: Sequence[Device], *, load_in_4bit: bool = False
+) -> list[Change]:
     """Return changes of a job's numerics that need less memory, in the order in which they are to be tried.
 
     They are: an 8-bit optimizer; everything in the half type (16 bits) that all ``devices`` compute in, parameters included
-    (bf16-pure or fp16-pure); both; LoRA adapters, which alone are then trained; and these beside weights of 4 bits. A change
+    (bf16-pure or fp16-pure); both; LoRA adapters, which alone are then trained; and adapters of weights of 4 bits. A change
     that the job has already is left out.
 
     Args:
@@ -31,6 +33,7 @@ def smaller_numerics(precision: str, optimizer: str, lora: int | None, devices: 
         lora: the rank of adapters that the job has already, whose states are few, so that an 8-bit optimizer is not tried
             beside them; None: it has none.
         devices: the device types that the job may run on.
+        load_in_4bit: whether the frozen weights have 4 bits already.
 
     >>> from ddltool.shipped import devices
     >>> smaller_numerics("fp32", "adamw-8bit", None, [devices().device("V100")])
@@ -50,7 +53,8 @@ def smaller_numerics(precision: str, optimizer: str, lora: int | None, devices: 
         changes.append({**halved, **eight_bit})
     if lora is None:
         changes.append({"lora": _RANK})
-    changes.append({"lora": lora or _RANK, "load_in_4bit": True})
+    if not load_in_4bit:
+        changes.append({"lora": lora or _RANK, "load_in_4bit": True})
     return changes
 
 

@@ -280,7 +280,7 @@ def _recompute_step(
     recomputation = Recomputation(lifetimes, saving)
     sizes = lifetimes.sizes(curve.scaled(size))
     rate = host_link_bytes_per_s(model.device)
-    recompute_s = lifetimes.recompute_s(recomputation, seconds).sum()
+    recompute_s = lifetimes.recomputed(recomputation, seconds).sum()
     waits = lifetimes.copies(recomputation, seconds, sizes, rate).waits() if lifetimes.blocks else ()
     figures = RecomputeFigures(
         modules=saving.recomputed(),
@@ -419,7 +419,8 @@ def products_s(graph: Graph, device: Device) -> float:
 
     Products are matrix products, and convolutions, attention and recurrent layers, which consist of them. In ``fp32``,
     convolutions and recurrent layers may use TF32 and are counted at its peak; products in float8 are counted at the peak of
-    float8. Products that checkpoints compute again are left out.
+    float8. Products that modules compute again in checkpoints are left out; those of a checkpointed function that calls no
+    module are not told apart.
     """
     computes = precision_of(graph.meta.get("precision")).computes
     peak = device.peak_for(computes)

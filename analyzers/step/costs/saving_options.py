@@ -85,7 +85,7 @@ def _cost_of_saved(
     place of the program. ``size`` (storages,): bytes.
     """
     recomputation = Recomputation(lifetimes, {lifetimes.blocks[index].name: saved})
-    return float(size[recomputation.kept].sum()), float(lifetimes.recompute_s(recomputation, seconds)[index])
+    return float(size[recomputation.kept].sum()), float(lifetimes.recomputed(recomputation, seconds)[index])
 
 
 # One way in which a block may save: (numbers of the products that it saves, or None for everything that it made; whether it
@@ -172,7 +172,7 @@ class SavingOptions:
         savings = [[_saving({block.name: option}, window) for option in own] for block, own in blocks]
         for index, own_savings in enumerate(savings):
             plans = [Recomputation(lifetimes, saving) for saving in own_savings]
-            recompute_s.append([float(lifetimes.recompute_s(plan, seconds)[index]) for plan in plans])
+            recompute_s.append([float(lifetimes.recomputed(plan, seconds)[index]) for plan in plans])
             copied_bytes = [float(size[plan.copied[index]].sum()) for plan in plans]
             copy_s.append([copied / host_bytes_per_s if copied else 0.0 for copied in copied_bytes])
             longest[index] = max(plan.length[index] for plan in plans)

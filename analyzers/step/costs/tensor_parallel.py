@@ -26,7 +26,7 @@ from torch._ops import OpOverload
 from torch.fx import Node
 
 from ddltool.analyzers.step.costs.memory import ModelBlock
-from ddltool.analyzers.step.recording.op_rules import names_in
+from ddltool.analyzers.step.recording.op_rules import FACTOR_PLACES, names_in
 from ddltool.analyzers.step.recording.torch_costs import (
     AS_TRACED,
     Issued,
@@ -42,15 +42,6 @@ from ddltool.analyzers.step.tracing.torch_adapter import TracedStep
 from ddltool.errors import InputError
 from ddltool.graph import RECV, SEND
 
-# By product, the indices of its two factors among its arguments.
-_FACTORS = {
-    "mm": (0, 1),
-    "_scaled_mm": (0, 1),
-    "bmm": (0, 1),
-    "_grouped_mm": (0, 1),
-    "addmm": (1, 2),
-    "baddbmm": (1, 2),
-}
 _BATCHED = names_in("bmm baddbmm")
 # Ops whose result is a view or a copy of their input.
 PASSING = names_in(
@@ -575,7 +566,7 @@ def factors_of(node: Node) -> tuple[Node, Node] | None:
     """Return the two factors of a product, the input first and the weight second; None: the node is no product."""
     if not isinstance(node.target, OpOverload):
         return None
-    argument_indices = _FACTORS.get(base_name(node.target))
+    argument_indices = FACTOR_PLACES.get(base_name(node.target))
     if argument_indices is None:
         return None
     left, right = argument_indices

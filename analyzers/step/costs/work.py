@@ -400,7 +400,7 @@ def work_of(
     Raises InputError for a graph or ONNX file, for a library's model if the example inputs do not reach a part of it, for flash
     in a precision for which it has no kernel, and for weights of 4 bits without adapters.
     """
-    if numerics.loads_in_4bit and lora is None:
+    if numerics.load_in_4bit and lora is None:
         problem = "packs the weights that LoRA freezes, and all weights are trained"
         raise InputError("--load-in-4bit", problem, "give --lora 16, or leave it out")
     if attention == "flash" and precision_of(numerics.precision).computes not in ("bfloat16", "float16"):
@@ -428,7 +428,7 @@ def _traced_work(
     with contextlib.redirect_stdout(sys.stderr):  # what the user's forward prints must not mix with the result
         curve = measure_work(build, numerics)
     graph = demand_whole(curve.traced.graph, source)
-    meta = {**graph.meta, "lora": lora} | ({"load_in_4bit": True} if numerics.loads_in_4bit else {})
+    meta = {**graph.meta, "lora": lora, "load_in_4bit": numerics.load_in_4bit}
     return replace(curve, traced=replace(curve.traced, graph=replace(graph, meta=meta)))
 
 

@@ -16,7 +16,7 @@ from torch.fx import Graph as FxGraph
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
-from ddltool.analyzers.step.recording.op_rules import CLASS, Cost, class_of, normal_type
+from ddltool.analyzers.step.recording.op_rules import CLASS, FACTOR_PLACES, Cost, class_of, normal_type
 from ddltool.analyzers.step.recording.recorder import (
     LAYOUTS,
     RecordedCall,
@@ -295,10 +295,9 @@ def _written(call: RecordedCall) -> list[Any]:
 
 def _phase(call: RecordedCall) -> str:
     """Return the first part of an op's name: ``forward/<module>``, ``backward``, ``RECOMPUTED`` or ``update``."""
-    if not call.module or call.phase == "update":
-        return call.phase
-    # In a backward pass a module runs its forward pass only where a checkpoint computes it again.
-    return f"forward/{call.module}" if call.phase == "forward" else RECOMPUTED
+    if call.recomputed:
+        return RECOMPUTED
+    return f"forward/{call.module}" if call.phase == "forward" and call.module else call.phase
 
 
 def _size_bytes(shadow: Shadow) -> float:
@@ -469,8 +468,8 @@ def _layout_of(call: RecordedCall) -> Layout:
     differ between the calls of a model: ConvNeXt permutes its images around its norms.
     """
     name = base_name(call.target)
-    if name in _FACTORS:
-        return _layout_of_factors(*(call.args[place] for place in _FACTORS[name]))
+    if name in FACTOR_PLACES:
+        return _layout_of_factors(*(call.args[place] for place in FACTOR_PLACES[name]))
     if class_of(name) not in _OF_IMAGES:
         return ""
     layouts: list[Layout] = []
@@ -489,10 +488,6 @@ def _layout_of(call: RecordedCall) -> Layout:
     if class_of(name) == CLASS["convolution"] and "channels_last" in layouts:
         return "channels_last"
     return layouts[0] if layouts else ""
-
-
-# By the names of matrix products, the places of the two factors among their arguments.
-_FACTORS = dict.fromkeys(("mm", "bmm", "_grouped_mm"), (0, 1)) | dict.fromkeys(("addmm", "baddbmm"), (1, 2))
 
 
 def _layout_of_factors(left: Shadow, right: Shadow) -> Layout:

@@ -443,6 +443,10 @@ def _local_response(call: Call) -> Product | None:
     return float(math.prod(call.output) * flops_per_element), NO_GEMM
 
 
+FACTOR_PLACES = dict.fromkeys(("mm", "_scaled_mm", "bmm", "_grouped_mm"), (0, 1)) | dict.fromkeys(
+    ("addmm", "baddbmm"), (1, 2)
+)
+"""By the names of torch's matrix products, the places of the two factors among their arguments."""
 _RECURRENT = ("mkldnn_rnn_layer", "recurrent")
 _PRODUCTS: Mapping[str, Callable[[Call], Product | None]] = {
     **dict.fromkeys(("convolution", "_convolution", "convolution_backward"), _aten_convolution),

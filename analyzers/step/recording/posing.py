@@ -836,9 +836,12 @@ def recording_modules(recorder: Recorder) -> Iterator[None]:
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call a module, whose name is the last of ``recorder.modules`` meanwhile."""
         enter(module, args, kwargs)
+        in_backward = torch._C._current_graph_task_id() != -1  # -1: autograd runs no backward pass
+        recorder.recomputing += in_backward
         try:
             return real_call(module, *args, **kwargs)
         finally:
+            recorder.recomputing -= in_backward
             recorder.modules.pop()
 
     setattr(nn.Module, "__call__", call)  # noqa: B010 - mypy lets no method be assigned

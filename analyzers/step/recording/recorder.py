@@ -146,6 +146,8 @@ class RecordedCall:
     """Indices of calls of other streams that end before this one starts."""
     exchange: Collective | None = None
     """None: it is no collective."""
+    recomputed: bool = False
+    """Whether a module computes it again in the backward pass, as checkpoints do."""
     copied: int | None = None
     """The same number for calls that differ only in whose block's tensors they take (:mod:`.repeating`); None: recorded."""
 
@@ -197,6 +199,8 @@ class Recorder(TorchDispatchMode):
         self.phase: Phase = "forward"
         self.modules: list[str] = []
         """Names of the modules whose forward passes are under way, the innermost last."""
+        self.recomputing = 0
+        """How many of them were called in a backward pass, where only checkpoints call modules."""
         self.stream = 0
         """The current stream's number; collectives have the negative number of their group."""
         self._last_place: dict[int, int] = {}
@@ -663,7 +667,10 @@ class Recorder(TorchDispatchMode):
         # An optimizer may update in the backward pass, parameter by parameter; that counts as the update.
         phase: Phase = "backward" if in_backward and self.phase != "update" else self.phase
         module = self.modules[-1] if self.modules else ""
-        self.step.calls.append(RecordedCall(func, args, kwargs, output, phase, module, stream, waits, exchange))
+        recomputed = phase == "backward" and self.recomputing > 0
+        self.step.calls.append(
+            RecordedCall(func, args, kwargs, output, phase, module, stream, waits, exchange, recomputed)
+        )
         self._last_place[stream] = call_index
         return call_index
 

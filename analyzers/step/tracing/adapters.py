@@ -58,27 +58,30 @@ def with_lora(step: TrainingStep, rank: int, numerics: Numerics) -> TrainingStep
     """Freeze a step's module and put adapters of a rank beside its linear layers, all but the head; return the step.
 
     The module itself is changed. ``numerics``: of the step; under autocast the frozen weights become the half type, and those
-    of the adapted layers have 4 bits if it says so. Raises InputError if there are no linear layers beside the head, or if they
-    hold less than a quarter of the parameters.
+    of the adapted layers have 4 bits if it says so. Raises InputError if there are no linear layers beside the head, if they
+    hold less than a quarter of the parameters, and for weights of 4 bits in fp8.
     """
+    if numerics.load_in_4bit and numerics.format.linears:
+        problem = "unpacks weights to 16 bits, and fp8 multiplies 8"
+        raise InputError("--load-in-4bit", problem, "give --precision bf16")
     module = step.module
     module.requires_grad_(False)
-    half_type = getattr(torch, numerics.format.computes)
+    computed_type = getattr(torch, numerics.format.torch_type)
     if numerics.format.is_autocast:
-        module.to(half_type)
+        module.to(computed_type)
     heads = {id(_logits_layer(part)) for part in module.modules()}  # id(None), of parts without one, is no layer's
     all_elements = sum(weight.numel() for weight in module.parameters())
-    adapted_elements = 0
+    adapted_weights: dict[int, int] = {}  # elements, by the identity of a weight that layers may share
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             sizes = _linear_sizes(child)
             if sizes is not None and id(child) not in heads:
-                adapted_elements += sum(weight.numel() for weight in child.parameters())
-                base = _packed(child, *sizes, half_type) if numerics.loads_in_4bit else child
+                adapted_weights |= {id(weight): weight.numel() for weight in child.parameters()}
+                base = _packed(child, *sizes, computed_type) if numerics.load_in_4bit else child
                 setattr(parent, name, LoraLinear(base, *sizes, rank))
-    if not adapted_elements:
+    if not adapted_weights:
         raise InputError("--lora", f"{step.name} has no linear layers beside its head", "leave it out")
-    adapted_share = adapted_elements / all_elements
+    adapted_share = sum(adapted_weights.values()) / all_elements
     if adapted_share < _LEAST_ADAPTED:
         held = f"hold {adapted_share:.0%} of its parameters"
         problem = f"the linear layers of {step.name} {held}: the rest would stay as it is"
@@ -87,9 +90,14 @@ def with_lora(step: TrainingStep, rank: int, numerics: Numerics) -> TrainingStep
 
 
 def _packed(layer: nn.Module, inputs: int, outputs: int, computes: torch.dtype) -> nn.Module:
-    """Return a frozen linear layer of the same size whose weight has 4 bits an element, and which computes in a given type."""
+    """Return a frozen linear layer of the same size and bias whose weight has 4 bits an element, and which computes in a type.
+
+    There is a float32 scale for every 64 elements; bitsandbytes can quantise these once more, which is not done here.
+    """
     [weight, *biases] = layer.parameters()
     packed = Linear4bit(inputs, outputs, bool(biases), compute_dtype=computes, device=weight.device)
+    for bias in biases:
+        packed.bias = nn.Parameter(bias)
     scales = packed.scales
     del packed.scales  # of a traced module, what is no parameter must be a buffer to be recorded
     packed.register_buffer("scales", scales)

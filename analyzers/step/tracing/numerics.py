@@ -31,7 +31,7 @@ class Numerics:
     gathered: bool = False
     """Whether ``fully_shard`` computes in the half type of autocast, ``MixedPrecisionPolicy(param_dtype, torch.float32)``:
     shards of float32 are gathered in the half type and reduced in float32; nothing is cast between the ops."""
-    loads_in_4bit: bool = False
+    load_in_4bit: bool = False
     """Whether the linear layers that LoRA freezes have weights of 4 bits, unpacked for every product (QLoRA)."""
 
     def __post_init__(self) -> None:

@@ -91,8 +91,8 @@ def configured_step(
     if sequence_length is not None and longest is not None and sequence_length > longest:
         excess = f"{sequence_length:,} tokens are more than the {longest:,} that the model is configured for"
         note = join_notes(note, excess)
-    if attention is None and _has_eager_attention_alone(module):
-        note = join_notes(note, "attention is not fused: transformers has only its eager form for this model")
+    if attention is None and _has_unfused_attention(module):
+        note = join_notes(note, "attention is not fused: transformers has no such form of it for this model")
     if any((getattr(named.config.get_text_config(), field, 0) or 0) > 1 for field in _EXPERTS):
         note = join_notes(note, "every replica has all experts (predict --expert-parallel shares them out)")
     return TrainingStep(name=named.title, module=module, inputs=bound, loss=loss, note=note)
@@ -169,13 +169,13 @@ def build_model(named: NamedConfig, attention: str | None = None) -> tuple[str, 
     _accept_any_grouped_product()
     try:
         head, cls = _model_class(named.config, named.model_type)
+        if attention == "sdpa" and not cls._supports_sdpa:
+            problem = f"transformers has no fused attention for {named.title}"
+            raise InputError("--attention", problem, "leave it out")
         module = cls._from_config(named.config, **({} if attention is None else {"attn_implementation": attention}))
     except DdlToolError:
         raise
     except Exception as error:  # never with real weights instead: they may be larger than this machine
-        if attention not in (None, "eager") and "does not support an attention implementation" in str(error):
-            problem = f"transformers has only eager attention for {named.title}"
-            raise InputError("--attention", problem, "leave it out") from error
         raise _model_error(named.source, "cannot be built", error) from error
     if getattr(named.config, "scale_decoder_outputs", None) is False:
         # T5's family ties its head whatever the configuration says, until it loads weights that hold a head of their own.
@@ -187,8 +187,8 @@ def build_model(named: NamedConfig, attention: str | None = None) -> tuple[str, 
     return head, module
 
 
-def _has_eager_attention_alone(module: Any) -> bool:
-    """Return whether a model's attention writes all scores to memory, for transformers has no fused form of it."""
+def _has_unfused_attention(module: Any) -> bool:
+    """Return whether a transformers model has attention, and no form of it in ``scaled_dot_product_attention``."""
     has_heads = getattr(module.config.get_text_config(), "num_attention_heads", 0)
     return bool(has_heads) and not module._supports_sdpa
 

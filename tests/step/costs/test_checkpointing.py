@@ -47,7 +47,7 @@ def test_no_choice_within_the_budget_is_cheaper(kind: Any, step: tuple[TensorLif
     every = []
     for choice in product(*[(None, *own) for own in sets]):
         saved_ops = {block.name: kept for block, kept in zip(lifetimes.blocks, choice, strict=True) if kept is not None}
-        recompute_s = float(lifetimes.recompute_s(Recomputation(lifetimes, saved_ops), lifetimes.seconds(timed)).sum())
+        recompute_s = float(lifetimes.recomputed(Recomputation(lifetimes, saved_ops), lifetimes.seconds(timed)).sum())
         every.append((lifetimes.peak(sharding, "adam", saved_ops).total_bytes, recompute_s))
     least, most = min(peak for peak, _ in every), max(peak for peak, _ in every)
     assert least <= lifetimes.peak(sharding, "adam", lifetimes.every_block("full")).total_bytes < most
@@ -65,7 +65,7 @@ def test_no_choice_within_the_budget_is_cheaper(kind: Any, step: tuple[TensorLif
 
 def played_s(lifetimes: TensorLifetimes, saving: Saving, seconds: Any, size: Any, rate: float) -> float:
     """By a clock that goes through the blocks: what recomputation and waits for one link add to a pass."""
-    again = lifetimes.recompute_s(Recomputation(lifetimes, saving), seconds)
+    again = lifetimes.recomputed(Recomputation(lifetimes, saving), seconds)
     copies = [float(size[own].sum()) / rate for own in Recomputation(lifetimes, saving).copied]
     now = link = 0.0
     there, place = dict[int, float](), 0

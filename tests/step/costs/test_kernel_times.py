@@ -293,7 +293,7 @@ def test_arrays_are_as_kernels_one_by_one(device: Device, precision: str, cudnn:
         gemm=np.array([each["gemm"] for each in made], dtype=float),
         width=np.array([each["width"] for each in made], dtype=float),
         is_channels_last=np.array([each["last"] for each in made], dtype=bool),
-        pitched=np.ones((len(made), 3), dtype=bool),
+        sets_alignment=np.ones((len(made), 3), dtype=bool),
         dtype=tuple(str(each["dtype"]) for each in made),
         ops=len(made),
     )
@@ -376,7 +376,7 @@ def _measured_kernels() -> Iterator[tuple[dict[str, str], Kernels]]:
                     gemm=np.array([gemm], dtype=float),
                     width=np.array([width]),
                     is_channels_last=np.array([row["layout"] == "last"]),
-                    pitched=np.ones((1, 3), dtype=bool),
+                    sets_alignment=np.ones((1, 3), dtype=bool),
                     dtype=({"tf32": "float32"}.get(row["dtype"], row["dtype"]),),
                     ops=1,
                 ),

@@ -228,7 +228,7 @@ def test_what_costs_time_saves_memory() -> None:
     )
     costs = [
         float(
-            lifetimes.recompute_s(Recomputation(lifetimes, lifetimes.every_block(how)), lifetimes.seconds(timed)).sum()
+            lifetimes.recomputed(Recomputation(lifetimes, lifetimes.every_block(how)), lifetimes.seconds(timed)).sum()
         )
         for how in ("none", "selective", "full")
     ]  # type: ignore[arg-type]
@@ -412,7 +412,7 @@ def test_every_place_holds_what_it_does_by_hand(
     for n, (block, length) in enumerate(zip(toy.blocks, again.length, strict=True)):
         left = {block.products[number] for number in saved.get(block.name, ())}
         places = [place for place in range(block.first, block.first + length) if place not in left]
-        assert toy.recompute_s(again, seconds)[n] == sum(2.0**place for place in places)
+        assert toy.recomputed(again, seconds)[n] == sum(2.0**place for place in places)
 
 
 def test_the_allocator_gets_what_lasts_what_the_first_update_makes_and_the_rest(

@@ -58,7 +58,7 @@ from ddltool.analyzers.step.tracing.step import TrainingStep, default_loss
 from ddltool.analyzers.step.tracing.torch_adapter import trace_any_batch, trace_torch
 from ddltool.device import Device, Network
 from ddltool.errors import Infeasible, InputError
-from ddltool.graph import COMPUTE, Graph, Op
+from ddltool.graph import COMPUTE, RECOMPUTED, Graph, Op
 from ddltool.links import Link
 from ddltool.precision import PrecisionName
 from ddltool.profiles import read_profile
@@ -400,6 +400,24 @@ def test_checkpointed_layers_are_computed_again(reentrant: bool, numerics: Numer
     kinds = {op.op_type for op in saved.traced.graph.ops()}
     assert "aten.native_dropout" in kinds
     assert saved.traced.prime == 61
+
+
+class Penalised(nn.Module):
+    """A layer whose forward pass runs a backward pass of its own, as a gradient penalty does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x.requires_grad_())
+        [slope] = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y + slope
+
+
+def test_a_backward_pass_within_a_forward_pass_is_no_recomputation() -> None:
+    graph = traced(nn.Sequential(Penalised(), nn.Linear(16, 4)), torch.zeros(8, 16))
+    assert not any(name.startswith(RECOMPUTED) for name in graph.names)
 
 
 def test_checkpoints_count_what_a_real_step_counts() -> None:

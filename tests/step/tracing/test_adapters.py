@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -115,7 +116,7 @@ def test_eight_bit_states_are_a_byte_each_and_a_scale_for_every_block(precision:
 
 def test_weights_of_4_bits_are_unpacked_for_every_product() -> None:
     """QLoRA by hand: half a byte an element and a float32 scale for 64 of them; the unpacked weight is not kept."""
-    curve = work_of(make, Numerics("bf16", loads_in_4bit=True), None, RANK)
+    curve = work_of(make, Numerics("bf16", load_in_4bit=True), None, RANK)
     graph = curve.traced.at(4)
     elements = WIDTH * HIDDEN
     packed_bytes = elements * (0.5 + 4 / 64)
@@ -180,10 +181,31 @@ def test_a_script_with_bitsandbytes_holds_and_computes_as_much(tmp_path: Path, m
     assert row.step_time_s == pytest.approx(traced.step_time_s, rel=0.1)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16", "bf16-pure"])
+@pytest.mark.parametrize("load_in_4bit", [False, True])
+def test_adapters_run_in_every_precision(precision: str, load_in_4bit: bool) -> None:
+    """GPT-2's layers have biases, which stay in the type in which its frozen weights would be."""
+    settings: dict[str, Any] = {"precision": precision, "sequence_length": 16, "batch_sizes": 1}
+    row = dt.predict("transformers:gpt2", "H100", lora=4, load_in_4bit=load_in_4bit, **settings).rows[0]
+    layers = 12 * (768 * 2304 + 768 * 768 + 2 * 768 * 3072)
+    width = 4 if precision in ("fp32", "tf32") else 2
+    weights = layers * (0.5 + 4 / 64) if load_in_4bit else layers * width
+    embeddings = (50257 + 1024) * 768 * width
+    assert row.peak_memory_bytes == pytest.approx(
+        weights + embeddings, rel=0.3
+    )  # beside adapters, states and activations
+
+
 def test_4_bits_are_for_frozen_weights_on_one_gpu() -> None:
     with pytest.raises(
         InputError, match="packs the weights that LoRA freezes, and all weights are trained; give --lora 16"
     ):
         dt.predict(make, "A100", load_in_4bit=True)
+    with pytest.raises(
+        InputError, match="--load-in-4bit: packs the weights that LoRA freezes, and none is; give --lora 16"
+    ):
+        dt.plan("zoo:cifarnet", devices="A100=1", lora="none", load_in_4bit=True)
+    with pytest.raises(InputError, match="--load-in-4bit: unpacks weights to 16 bits, and fp8 multiplies 8"):
+        dt.predict(make, "H100", batch_sizes=4, lora=8, load_in_4bit=True, precision="fp8")
     with pytest.raises(InputError, match="weights of 4 bits are not divided among GPUs"):
         dt.predict(make, "A100", lora=8, load_in_4bit=True, tensor_parallel=2)
