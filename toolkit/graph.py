@@ -36,7 +36,7 @@ Layout = Literal["", "channels_first", "channels_last", "left_transposed", "both
 NO_GEMM: Gemm = (0.0, 0.0, 0.0, 0.0)
 RECV, COMPUTE, SEND = range(3)
 RECOMPUTED = "backward/recomputed"
-"""The beginning of the names of ops of a backward pass that modules run once more, as checkpoints let them."""
+"""The beginning of the names of ops of a backward pass that checkpoints run once more."""
 # Names that are both arrays of a graph and fields of its ops.
 _TEXTS = ("parameter", "op_type", "estimate", "dtype", "layout")
 _NUMBERS = ("duration_s", "flops", "size_bytes", "written_bytes")

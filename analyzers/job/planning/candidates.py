@@ -196,9 +196,10 @@ class Candidates:
             base_s = candidates[0].option.iteration_s
             for candidate in self._in_groups(problem, candidates[0]):
                 # A group may lead only because its figures are without the hooks of DDP or FSDP2; in the emitted script it
-                # has DTensor's overhead in their place, so it must lead by more than that.
+                # has DTensor's overhead in their place, so it must lead by more than that, unless time is not what counts.
                 wait_s = candidate.split_wait_s()
-                if wait_s <= 0.0 or wait_s < base_s - candidate.option.iteration_s:
+                by_memory = self.goal.objective == "least-memory"
+                if wait_s <= 0.0 or wait_s < base_s - candidate.option.iteration_s or by_memory:
                     candidates.append(candidate)
         if only is not None:
             return candidates
@@ -359,10 +360,12 @@ class Candidates:
             return candidate
         # These strategies hold a whole model, and the samples of their largest pass.
         pass_samples = self.job.batch_size  # a turn of est and an iteration of elastic-bsp take one mini-batch each
+        rows = candidate.plan.assignments
+        sums = any(row.ests_per_device > 1 for row in rows)  # the workers of a device add up their gradients
         if name == "goodput":
-            rows = candidate.plan.assignments
             pass_samples = max(-(-row.local_batch_size // (row.accumulation_steps + 1)) for row in rows)
-        needed_bytes = layouts.whole_bytes(candidate.option.devices, pass_samples)
+            sums = any(row.accumulation_steps for row in rows)
+        needed_bytes = layouts.whole_bytes(candidate.option.devices, pass_samples, sums=sums)
         return replace(candidate, option=candidate.option.model_copy(update={"memory_bytes": needed_bytes}))
 
     def _search_counts(self, name: str, problem: Problem) -> Candidate:

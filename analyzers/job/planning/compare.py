@@ -129,9 +129,7 @@ def _compared(
     best_per_variant = _best_per_variant(ranked, picked)
     others = [other for other in best_per_variant if other is not picked]
     baselines = candidates.usual(problem, picked.option.devices) or {"the plan itself": picked.option}
-    # One that breaks a limit is no plan that one would make; where all do, they are compared all the same.
-    within_limits = [name for name, option in baselines.items() if choice.goal.value(option) < math.inf] or [*baselines]
-    baseline_name = max(within_limits, key=lambda name: choice.value(baselines[name]))
+    baseline_name = max(baselines, key=lambda name: choice.value(baselines[name]))
     state_shards = 1 if picked.plan.sharding is None else picked.plan.sharding.shard
     pareto = _pareto([other.option for other in (*ranked, *([cheapest] if cheapest else []))], candidates, problem)
     layouts = _all_layouts(picked, best_per_variant, cheapest)
@@ -216,8 +214,11 @@ class _Choice:
         """Return the value that options are ranked by; higher is better.
 
         By objective it is samples per price, 1 / bytes, 1 / devices, else progress per second. Samples per price and progress
-        include the slowdown by failures and checkpoints. 0.0 where the price or the memory is not known.
+        include the slowdown by failures and checkpoints. 0.0 where the price or the memory is not known, and where a limit is
+        broken.
         """
+        if self.goal.value(option) == math.inf:
+            return 0.0
         slowdown = self.goal.slowdown(sum(option.devices.values()))
         if self.goal.objective == "cheapest":
             return 0.0 if option.price_per_sample is None else 1 / max(option.price_per_sample * slowdown, 1e-300)

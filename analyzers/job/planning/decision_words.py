@@ -359,6 +359,8 @@ def _gain(decision: Decision, picked: Option, value: Value, gain: float) -> str:
 
     ``gain``: value of the picked option over the baseline's, minus 1.
     """
+    if not value(decision.baseline):
+        return f"and {decision.baseline_name} breaks a limit"
     if abs(gain) >= LEAST_GAIN:
         return _ahead(gain, decision.objective) + decision.baseline_name
     layout = decision.layouts[0] if decision.layouts else None
@@ -370,10 +372,10 @@ def _gain(decision: Decision, picked: Option, value: Value, gain: float) -> str:
     if wider is None:
         return "what one would do anyway"
     name, option = wider
-    lead = value(picked) / value(option) - 1 if value(option) else 0.0
     usual = f"what one would do anyway on {counted(sum(picked.devices.values()), 'device')}"
-    if lead <= -LEAST_GAIN:  # better, and yet not picked: it breaks a limit
+    if not value(option):
         return f"{usual} ({name} breaks a limit)"
+    lead = value(picked) / value(option) - 1
     return usual if lead < LEAST_GAIN else f"{usual}, {_ahead(lead, decision.objective)}{name}"
 
 

@@ -317,12 +317,14 @@ class LayoutFigures:
         """Return the step's operations as a function of the batch size, as this sharding (and compilation) runs them."""
         return self.work.under(sharding, self.compile)
 
-    def whole_bytes(self, devices: Mapping[str, int], batch_size: int) -> float:
+    def whole_bytes(self, devices: Mapping[str, int], batch_size: int, *, sums: bool = False) -> float:
         """Return the peak bytes of a process with a whole model and ``batch_size`` samples.
 
-        Raises Infeasible where a device of ``devices`` has less memory.
+        ``sums``: whether it keeps the sum of gradients from pass to pass. Raises Infeasible where a device of ``devices`` has
+        less memory.
         """
-        needed = self._peak(Sharding(kind="ddp" if sum(devices.values()) > 1 else "none"), "none", batch_size)
+        kind: Kind = "ddp" if sum(devices.values()) > 1 else "none"
+        needed = self._peak(Sharding(kind=kind, sums=sums), "none", batch_size)
         for name in devices:
             if (has := self.kinds[name].usable_bytes) < needed:
                 raise Infeasible(

@@ -587,7 +587,7 @@ def _index_constants(kernels: Kernels, on_tensor: Flags) -> tuple[NDArray[np.int
         is_chosen = kinds == CLASS[name]
         arithmetic[is_chosen & on_tensor] = _ARITHMETIC[f"{name}/tensor"]
         arithmetic[is_chosen & ~on_tensor] = _ARITHMETIC[f"{name}/vector"]
-    is_uneven = (gemm[:, 1:] % _ALIGNED != 0).any(axis=1) & (gemm[:, 1] > 0)
+    is_uneven = (kernels.sets_alignment & (gemm[:, 1:] % _ALIGNED != 0)).any(axis=1) & (gemm[:, 1] > 0)
     # Elements read at a time, rounded down to a power of two: a width that includes a part of a scale gives none.
     read_together = 2.0 ** np.floor(np.log2(_READ_BYTES / kernels.width))
     # A row begins where matrix units read if the rows' length is a multiple of what is read at a time; their number is free. An

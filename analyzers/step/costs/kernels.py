@@ -43,8 +43,8 @@ class Kernels:
     is_channels_last: Flags
     """(k,) whether its images or volumes have their channels last in memory; False for other kernels."""
     sets_alignment: Flags
-    """(k, 3) of matrix products: whether m, n and k are each the length of contiguous rows or columns of one of the matrices,
-    so that it decides where the next ones begin."""
+    """(k, 3) of products: whether m, n and k are each the length of contiguous rows or columns of one of the matrices, so that
+    it decides where the next ones begin; of convolutions as where channels lie together."""
     dtype: tuple[str, ...]
     """(k,) torch's name of the type that it works in, such as "bfloat16"."""
     ops: int
@@ -224,6 +224,12 @@ def kernels_of(graph: Graph) -> Kernels:
     input_gemm = np.stack([count, m, k, n], axis=1)
     gemm[is_gradient] = gemm[is_gradient][:, [0, 2, 3, 1]]
     # All first kernels, then the second ones, are brought into the order of their ops; a stable sort keeps first before second.
+    # Where channels lie together, a convolution's positions are rows, of which there may be any number: m forward and for the
+    # input's gradient, k for that of the weights.
+    is_convolution = np.isin(kind, _CONVOLUTIONS)
+    sets_alignment[is_convolution] = [False, True, True]
+    sets_alignment[is_convolution & (direction == WEIGHT_GRADIENT)] = [True, True, False]
+    input_sets_alignment = np.broadcast_to([False, True, True], (int(is_double.sum()), 3))
     order = np.argsort(np.concatenate([ops, ops[is_double]]), kind="stable")
 
     def interleave(first: NDArray[np.generic], second: NDArray[np.generic]) -> NDArray[np.generic]:
@@ -240,7 +246,7 @@ def kernels_of(graph: Graph) -> Kernels:
         gemm=interleave(gemm, input_gemm),  # type: ignore[arg-type]
         width=interleave(width, width[is_double]),  # type: ignore[arg-type]
         is_channels_last=interleave(is_channels_last, is_channels_last[is_double]),  # type: ignore[arg-type]
-        sets_alignment=interleave(sets_alignment, sets_alignment[is_double]),  # type: ignore[arg-type]
+        sets_alignment=interleave(sets_alignment, input_sets_alignment),  # type: ignore[arg-type]
         dtype=tuple(interleave(names, names[is_double])),
         ops=len(graph),
     )

@@ -419,8 +419,7 @@ def products_s(graph: Graph, device: Device) -> float:
 
     Products are matrix products, and convolutions, attention and recurrent layers, which consist of them. In ``fp32``,
     convolutions and recurrent layers may use TF32 and are counted at its peak; products in float8 are counted at the peak of
-    float8. Products that modules compute again in checkpoints are left out; those of a checkpointed function that calls no
-    module are not told apart.
+    float8. Products that checkpoints compute again are left out.
     """
     computes = precision_of(graph.meta.get("precision")).computes
     peak = device.peak_for(computes)

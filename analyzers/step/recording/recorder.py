@@ -147,7 +147,7 @@ class RecordedCall:
     exchange: Collective | None = None
     """None: it is no collective."""
     recomputed: bool = False
-    """Whether a module computes it again in the backward pass, as checkpoints do."""
+    """Whether a checkpoint computes it again in the backward pass."""
     copied: int | None = None
     """The same number for calls that differ only in whose block's tensors they take (:mod:`.repeating`); None: recorded."""
 
@@ -201,6 +201,8 @@ class Recorder(TorchDispatchMode):
         """Names of the modules whose forward passes are under way, the innermost last."""
         self.recomputing = 0
         """How many of them were called in a backward pass, where only checkpoints call modules."""
+        self._backwards_without_gradients: set[int] = set()
+        """Torch's numbers of the backward passes in which some op ran without gradients."""
         self.stream = 0
         """The current stream's number; collectives have the negative number of their group."""
         self._last_place: dict[int, int] = {}
@@ -661,13 +663,18 @@ class Recorder(TorchDispatchMode):
             raise MemoryError(f"a step of more than {_MAX_CALLS:,} operations")
         with _disable_current_modes():
             shadowed = tree_map_only(Tensor, self._shadow_if_on_gpu, values)
-        in_backward = torch._C._current_graph_task_id() != -1  # -1: autograd runs no backward pass
+        backward_pass = torch._C._current_graph_task_id()
+        in_backward = backward_pass != -1  # -1: autograd runs none
         waits = tuple(sorted(self._waiting.pop(stream, ())))
         args, kwargs, output = shadowed
         # An optimizer may update in the backward pass, parameter by parameter; that counts as the update.
         phase: Phase = "backward" if in_backward and self.phase != "update" else self.phase
         module = self.modules[-1] if self.modules else ""
-        recomputed = phase == "backward" and self.recomputing > 0
+        # Checkpoints turn gradients on for what they compute again, in a backward pass that runs without them otherwise.
+        if in_backward and not torch.is_grad_enabled():
+            self._backwards_without_gradients.add(backward_pass)
+        is_checkpointed = torch.is_grad_enabled() and backward_pass in self._backwards_without_gradients
+        recomputed = phase == "backward" and (self.recomputing > 0 or is_checkpointed)
         self.step.calls.append(
             RecordedCall(func, args, kwargs, output, phase, module, stream, waits, exchange, recomputed)
         )

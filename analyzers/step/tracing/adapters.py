@@ -71,13 +71,16 @@ def with_lora(step: TrainingStep, rank: int, numerics: Numerics) -> TrainingStep
         module.to(computed_type)
     heads = {id(_logits_layer(part)) for part in module.modules()}  # id(None), of parts without one, is no layer's
     all_elements = sum(weight.numel() for weight in module.parameters())
+    # Layers that transformers never packs, because their models read the type of the weight: T5's "wo".
+    never_packed = getattr(module, "_keep_in_fp32_modules", None) or ()
     adapted_weights: dict[int, int] = {}  # elements, by the identity of a weight that layers may share
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             sizes = _linear_sizes(child)
             if sizes is not None and id(child) not in heads:
                 adapted_weights |= {id(weight): weight.numel() for weight in child.parameters()}
-                base = _packed(child, *sizes, computed_type) if numerics.load_in_4bit else child
+                is_packed = numerics.load_in_4bit and name not in never_packed
+                base = _packed(child, *sizes, computed_type) if is_packed else child
                 setattr(parent, name, LoraLinear(base, *sizes, rank))
     if not adapted_weights:
         raise InputError("--lora", f"{step.name} has no linear layers beside its head", "leave it out")

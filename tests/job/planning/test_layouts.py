@@ -98,6 +98,16 @@ def test_the_figures_are_those_of_predict() -> None:
         assert made.mfu(it, layout.step_s or 0.0) == pytest.approx(row.mfu)
 
 
+def test_several_workers_on_a_device_keep_the_sum_of_their_gradients() -> None:
+    made = layouts(16, A100=1e6)
+    predicted = predict(
+        work(), made.kinds["A100"].model, Setting(fabric=made.kinds["A100"].fabric, optimizer="adam", accumulation=2),
+        [2], [Placement(num_nodes=1, num_replicas=4)],
+    )[0]  # fmt: skip
+    assert made.whole_bytes({"A100": 4}, 2, sums=True) == pytest.approx(predicted.peak_memory_bytes, abs=1)
+    assert made.whole_bytes({"A100": 4}, 2) < predicted.peak_memory_bytes
+
+
 def test_passes_are_as_few_as_the_memory_allows() -> None:
     room = held("ddp", 1, "none", 3, sums=True) + 0.1
     made = layouts(64, A100=room).search(problem(64, A100=8), equal=True)[0]

@@ -254,3 +254,16 @@ def test_an_odd_number_of_rows_takes_no_longer() -> None:
 
 def test_rows_of_an_odd_length_take_longer() -> None:
     assert step_s(8192, 50_257) > 1.3 * step_s(8192, 50_264)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_odd_number_of_images_takes_no_longer(compiled: bool) -> None:
+    """Where channels lie together, a convolution's positions are rows; forward and for both gradients."""
+    layers = [nn.Sequential(nn.Conv2d(256, 256, 3, padding=1, bias=False), nn.ReLU()) for _ in range(4)]
+
+    def step_s(images: int) -> float:
+        made = nn.Sequential(*layers), torch.zeros(1, 256, 7, 7)
+        settings: dict[str, Any] = {"precision": "bf16", "channels_last": True, "compile": compiled}
+        return dt.predict(lambda: made, "A100", batch_sizes=images, **settings).rows[0].step_time_s
+
+    assert step_s(1023) == pytest.approx(step_s(1024), rel=0.03)

@@ -19,6 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -400,6 +401,30 @@ def test_checkpointed_layers_are_computed_again(reentrant: bool, numerics: Numer
     kinds = {op.op_type for op in saved.traced.graph.ops()}
     assert "aten.native_dropout" in kinds
     assert saved.traced.prime == 61
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_functions_are_told_apart_as_well(reentrant: bool) -> None:
+    """A function that calls no module: its products count once in MFU, whether or not they are computed again."""
+
+    def run(parts: nn.ModuleDict, x: Tensor, wrap: Callable[..., Tensor]) -> Tensor:
+        x = parts["head"](x)
+        for name in ("a", "b"):
+            x = x + wrap(
+                lambda y, name=name: F.linear(F.linear(y, parts[name].weight).relu(), parts[name].weight.t()), x
+            )
+        return x.sum(dim=-1, keepdim=True) @ x.new_ones(1, 1)
+
+    def module(wrap: Callable[..., Tensor]) -> nn.Module:
+        return Lambda(partial(run, wrap=wrap), head=nn.Linear(16, 16), a=nn.Linear(16, 64), b=nn.Linear(16, 64))
+
+    a100, x = devices().device("A100"), torch.zeros(8, 16)
+    plain, again = (
+        traced(module(wrap), x)
+        for wrap in (lambda function, y: function(y), partial(checkpoint, use_reentrant=reentrant))
+    )
+    assert any(name.startswith(RECOMPUTED) for name in again.names)
+    assert predict_module.products_s(again, a100) == predict_module.products_s(plain, a100)
 
 
 class Penalised(nn.Module):

@@ -209,3 +209,11 @@ def test_4_bits_are_for_frozen_weights_on_one_gpu() -> None:
         dt.predict(make, "H100", batch_sizes=4, lora=8, load_in_4bit=True, precision="fp8")
     with pytest.raises(InputError, match="weights of 4 bits are not divided among GPUs"):
         dt.predict(make, "A100", lora=8, load_in_4bit=True, tensor_parallel=2)
+
+
+def test_t5_keeps_the_layers_that_transformers_never_packs() -> None:
+    with torch.device("meta"):
+        step = with_lora(resolve_step("transformers:t5-small", 64), RANK, Numerics("bf16", load_in_4bit=True))
+    packed = {name.rpartition(".")[0] for name, weight in step.module.named_parameters() if weight.dtype == torch.uint8}
+    assert len(packed) > 12
+    assert not any(name.endswith(".wo.base") for name in packed)
