@@ -351,7 +351,7 @@ def test_the_pick_is_that_by_hand(made: list[Any], objective: Any, error: float 
         return 1.0 + 0.01 * devices if fails else 1.0
 
     candidates: Any = SimpleNamespace(
-        goal=SimpleNamespace(objective=objective, slowdown=slowdown),
+        goal=SimpleNamespace(objective=objective, slowdown=slowdown, value=lambda option: 1.0),
         model=SimpleNamespace(gain_error=lambda first, second: error),
         **{"progress": lambda option: 32 * option.throughput, "equal_splits_of_one_type": lambda problem: []},
     )
@@ -380,6 +380,9 @@ def test_the_pick_is_that_by_hand(made: list[Any], objective: Any, error: float 
         assert choice.unsure(made[first], made[second]) == unsure(first, second)
         assert choice.beats(made[first], made[second]) == beats(first, second)
         assert choice.ties(made[first], made[second]) == (not beats(first, second) and not beats(second, first))
+    candidates.goal.value = lambda option: math.inf  # a limit is broken
+    assert {choice.value(one.option) for one in made} == {0.0}
+    candidates.goal.value = lambda option: 1.0
     left = [n for n in range(len(made)) if not any(beats(other, n) for other in range(len(made)))]
 
     def simpler(n: int) -> tuple[float, ...]:
