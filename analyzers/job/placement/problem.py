@@ -111,6 +111,11 @@ class Problem:
             and not (self.single_type and sum(map(bool, counts)) > 1)
         )
 
+    @property
+    def offered(self) -> dict[str, int]:
+        """Type name -> number of devices that are offered, for those above 0."""
+        return self.named([device.count for device in self.devices])
+
     def named(self, counts: Sequence[int]) -> dict[str, int]:
         """Return type name -> count, for those of the (T,) device counts that are above 0."""
         return {device.name: count for device, count in zip(self.devices, counts, strict=True) if count}

@@ -221,7 +221,7 @@ class Candidates:
         devices = max(device.count for device in problem.devices)
         tensors = [2**power for power in range(1, per_node.bit_length()) if 2**power <= per_node]
         tried = [(tensor, 1) for tensor in tensors]  # (tensor-parallel devices, pipeline stages)
-        offered = {device.name: device.count for device in problem.devices}
+        offered = problem.offered
         if (
             base is None
             or _waits(base.option)
@@ -452,19 +452,18 @@ class Candidates:
         """Return the baselines to a plan, which one would run without it: name -> figures.
 
         They are equal splits with default communication settings, over all devices, over all devices of each type, and over
-        those that the plan uses (``used``: type name -> count). A model with known memory is sharded and
-        checkpointed only as far as memory demands; baselines that do not fit are left out.
+        those that the plan uses (``used``: type name -> count). A model with known memory is sharded and checkpointed only as
+        far as memory demands; baselines that do not fit are left out.
         """
         baselines: dict[str, Option] = {}
-        offered = problem.named([device.count for device in problem.devices])
         subproblems = [problem, *each_type(problem)]
-        if used not in [one.named([device.count for device in one.devices]) for one in subproblems]:
+        if used not in [one.offered for one in subproblems]:
             subproblems.append(on_counts(problem, problem.counts(used)))
         for subproblem in subproblems:
             with suppress(Infeasible):
                 option = self._baseline(subproblem)
                 mix_name = " + ".join(f"{count} {name}" for name, count in option.devices.items())
-                if len(problem.devices) > 1 and option.devices == offered:
+                if len(problem.devices) > 1 and option.devices == problem.offered:
                     mix_name = f"all {sum(option.devices.values())}"
                 how = option.order if self.model.layouts is not None and option.order else "equal batches"
                 baselines.setdefault(f"{mix_name} with {how}", option)
